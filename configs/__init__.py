@@ -1,1 +1,1 @@
-"""Settings of training runs: each file defines one `config`, see moa_jax.config."""
+"""Settings of training runs: each config file defines one `config`, see moa_jax.config."""

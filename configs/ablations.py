@@ -1,14 +1,15 @@
-"""MoA with one thing changed at a time, and two baselines that are no EAGLE: the bundled target.
+"""Ablations of MoA, one change per cell, and two non-EAGLE baselines on the bundled target.
 
     python -m train.grid --config configs/ablations.py --target-cache runs/target_cache
 
-Everything else is as in configs/controls.py, which says how the data are made: batches, the
-learning rate of MoA for all, and the parameters, where MLPs get what is left out; half and double
-width is that of the MLPs. Updates are a third of those there, a warm-up a tenth of them as there.
-The bound needs a control, as without it there is no staircase either. A draft vocabulary is no
-setting of MoA's training but of its decoding, since MoA uses the target's head: `--draft-vocabulary
-FILE` of infer.generate and infer.evaluate, or a file in the drafter's folder. For a target of the
-Qwen2 family: configs/moa_qwen2_7b.py.
+All other settings are those of configs/controls.py, which describes how to generate the data:
+batches, MoA's learning rate for all cells, and the number of parameters, with wider MLPs in place
+of removed parts. `half_width` and `double_width` change the width of the MLPs. The number of
+updates is a third of that in configs/controls.py; warm-up again takes a tenth of the updates.
+The bound needs a control, `without_staircase`, since MoA without the bound has no staircase either.
+A draft vocabulary is a setting of MoA's decoding, not of its training, since MoA uses the target's
+head: `--draft-vocabulary FILE` of infer.generate and infer.evaluate, or a file in the drafter's
+folder. For a target of the Qwen2 family: configs/moa_qwen2_7b.py.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ small_llama = TargetConfig(  # a sixth of the target's layers at half its width
 
 
 def with_(**changes: object) -> DistillConfig:
-    """MoA's run with some of its settings changed."""
+    """MoA's run with some settings changed."""
     warmup = UPDATES // 10
     optim = dataclasses.replace(
         base.optim, warmup_steps=warmup, decay_steps=UPDATES - warmup, total_steps=UPDATES

@@ -1,10 +1,11 @@
-"""The controls of the matched comparison: today's target, ten times the updates, three seeds.
+"""The controls of the matched comparison: current target, ten times the updates, three seeds.
 
     python -m train.grid --config configs/controls.py --target-cache runs/target_cache
 
-`configs/controls_best.py` tries other learning rates; those below won in shorter grids. Cells and
-recipes are those of `configs/matched.py`. The target is `moa_jax/demo/target`, and the data are its
-own answers, natural ones and 128 tokens that go on past the answer's end:
+`configs/controls_best.py` tries other learning rates; the rates of this file were the best of
+shorter grids. Cells and recipes are those of `configs/matched.py`. The target is
+`moa_jax/demo/target`. The data are the target's own answers, both natural answers and answers of
+128 tokens that continue past their end:
 
     R="python -m train.regenerate --target moa_jax/demo/target --batch 64
         --sources star,multiwoz-2.1-val-test,taskmaster-4,synthetic-persona-chat"
@@ -46,7 +47,7 @@ RATES = {
 
 
 def trained(cell: DistillConfig, rate: float) -> DistillConfig:
-    """A cell's run on this target and data, warmed up for a tenth of its updates."""
+    """A cell's run on this target and data, with a warm-up of a tenth of the updates."""
     warmup = UPDATES // 10
     optim = dataclasses.replace(
         cell.optim,

@@ -1,16 +1,18 @@
-"""The best of each kind: MoA for tokens alone, EAGLE-2 and EAGLE-3 as their authors train them.
+"""The best runs per kind: MoA by token loss only, EAGLE-2 and EAGLE-3 as trained by their authors.
 
     python -m train.grid --config configs/controls_best.py --report \\
         --done reports/matched.json
 
-Without `--report`, and with `--cells`, `--seeds` and `--learning-rates`, it trains what that report
-lacks: `configs/controls.py` says how the data are made. As MoA gains by leaving out the
-feature loss, there are two more of EAGLE-2: one weighs both losses alike, where its authors give
-that of tokens a tenth, and one is trained for tokens alone in four passes, each fed with the
-features of the last (HASS), as one pass for tokens alone teaches it no second token. And there are
-two more of MoA, without the staircase, which costs it 1 to 4 % in `configs/ablations.py`, and with
-all positions trained at distance 1 as well. GLIDE and a small Llama, as in those ablations, are
-trained for tokens alone too: they tell whether MoA's lead needs what it reads of the target.
+Without `--report`, and with `--cells`, `--seeds` and `--learning-rates`, the same command trains
+runs that the report lacks; `configs/controls.py` describes how to generate the data. Since MoA
+gains by dropping the feature loss, two more cells are variants of EAGLE-2. `eagle2_even_losses`
+weights both losses equally, while EAGLE-2's authors weight the token loss by a tenth.
+`eagle2_tokens_four_passes` has the token loss only and four passes, each fed with the features of
+the previous pass (HASS), since a single pass with the token loss only does not train the second
+token. Two more cells are variants of MoA: without the staircase, which costs MoA 1 to 4 % in
+`configs/ablations.py`, and with all positions trained at distance 1 as well. GLIDE and a small
+Llama, as in the ablations, are also trained with the token loss only: these cells test whether
+MoA's lead depends on the target activations that MoA reads.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
-"""The controls without the feature loss: what drafters learn from the target's laws alone.
+"""The controls without the feature loss: drafters trained on the target's distributions only.
 
     python -m train.grid --config configs/controls_tokens.py --target-cache runs/target_cache
 
-All else is as in `configs/controls.py`, which says how the data are made. In
-`configs/ablations.py` MoA gains by this.
+All other settings are those of `configs/controls.py`, which describes how to generate the data. In
+`configs/ablations.py` MoA gains by dropping the feature loss.
 """
 
 import dataclasses

@@ -2,10 +2,11 @@
 
     python -m train.distill --config configs/demo_drafter.py --target-cache runs/demo_cache
 
-`train.regenerate` makes the data beforehand, and the same config trains on with more of it, at last
-for tokens alone (moa_jax/demo/README.md). Some are answers to prompts of kinds that the target
-never saw, for people ask such things. The target's state is in memory from before three seeds
-showed that it gains nothing (reports/drafters.md); it takes 8 % more parameters.
+`train.regenerate` generates the data beforehand. Later runs of the same config continue training
+on more data, the last run with the token loss only (moa_jax/demo/README.md). Some answers are to
+kinds of prompts that the target was not trained on, since users enter such prompts. Memory holds
+the target's state because this drafter is older than the result that the state does not help
+(reports/drafters.md, three seeds); the state adds 8 % more parameters.
 """
 
 from moa_jax.config import DataConfig, DistillConfig, MoaConfig, OptimConfig, RunConfig

@@ -2,8 +2,8 @@
 
     python -m train.pretrain --config configs/demo_target.py
 
-Deep and narrow, so that a drafter of two layers costs little beside it. All sources are
-under MIT or CC-BY-4.0; the model card lists them.
+The target is deep and narrow, so that a drafter of two layers is cheap relative to the target. All
+sources are under MIT or CC-BY-4.0; the model card lists the sources.
 """
 
 from moa_jax.config import (

@@ -1,14 +1,14 @@
-"""The paper's comparison at the size of the bundled target: drafters alike but in kind.
+"""The paper's comparison at the size of the bundled target: drafters that differ only in kind.
 
     python -m train.grid --config configs/matched.py
 
-Every drafter has 0.82 M trainable parameters, sees the same batches of the target's own answers
-and gets the same number of updates; the learning rate of each is chosen from three. EAGLE-3 spends
-a sixth of its parameters on a head for the commonest quarter of the vocabulary, which is what its
-official files do; `eagle3_large` has head and layer of full size, beside the match.
-`configs/ablations.py` changes one thing of MoA at a time. Reports of this grid, of the target that
-was bundled until commit aaed1bd, are in the history of the repository; `configs/controls.py` is for
-today's. The data:
+Every drafter has 0.82 M trainable parameters and is trained on the same batches of the target's own
+answers with the same number of updates; its learning rate is the best of three. EAGLE-3 spends a
+sixth of its parameters on a head for the most frequent quarter of the vocabulary, as in its
+official files; `eagle3_large`, an unmatched cell, has a head and a layer of full size.
+`configs/ablations.py` varies one setting of MoA at a time. Reports of this grid for the target that
+was bundled until commit aaed1bd are in the history of the repository; `configs/controls.py` uses
+the current target. The data:
 
     R="python -m train.regenerate --target moa_jax/demo/target --batch 64
         --sources star,multiwoz-2.1-val-test,taskmaster-4,synthetic-persona-chat"
@@ -40,7 +40,7 @@ UPDATES = 300
 
 
 def moa(width: int = 256, **choices: object) -> MoaConfig:
-    """A MoA drafter whose two MLPs have this width."""
+    """A MoA drafter with two MLPs of this width."""
     return MoaConfig(1, width, 1, width, 1, 64, **choices)
 
 
@@ -62,8 +62,8 @@ base = DistillConfig(
     horizon=6,
 )
 with_ = lambda **changes: dataclasses.replace(base, **changes)  # noqa: E731
-noise = FeedbackConfig(noise=0.2)  # EAGLE's
-test_time = FeedbackConfig(steps=4)  # of the 7 of EAGLE-3: each costs a drafter pass
+noise = FeedbackConfig(noise=0.2)  # EAGLE's value
+test_time = FeedbackConfig(steps=4)  # EAGLE-3 has 7; each step costs a drafter pass
 
 config = GridConfig(
     cells=(
@@ -73,12 +73,12 @@ config = GridConfig(
             "eagle3",
             with_(drafter=Eagle3Config(1, 296), feedback=test_time, vocabulary="runs/vocabulary"),
         ),
-        # The matrix of the target's state is paid for by the MLPs.
+        # Narrower MLPs compensate for the matrix of the target's state.
         ("moa_hidden", with_(drafter=moa(213, hidden_in_memory=True))),
         ("moa_n1", with_(drafter=moa(target_layer_inference=1))),
         ("moa_n3", with_(drafter=moa(target_layer_inference=3))),
         (
-            "eagle3_seven",  # all passes of its training-time test, as its authors weigh them
+            "eagle3_seven",  # all passes of the training-time test, with the authors' weights
             with_(
                 drafter=Eagle3Config(1, 296),
                 feedback=FeedbackConfig(steps=7, decay=0.8),

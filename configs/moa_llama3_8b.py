@@ -2,15 +2,16 @@
 
     python -m train.distill --config configs/moa_llama3_8b.py [--preset h200:1]
 
-Rows of 4,096 tokens hold several conversations, which are kept apart and cut at 2,048 tokens as the
-authors' are: almost nothing is padding. A batch of 16 rows has about 53 of them where the authors
-have 32; configs/moa_llama3_8b_paper.py is theirs. The schedule counts in epochs as the authors'
-does: warm-up of 50 updates to 20 times the constant rate, then one epoch of linear decay. The draft
-vocabulary of a quarter of the target's tokens is ours; it is decoding's alone.
+Rows of 4,096 tokens hold several separate conversations, truncated to 2,048 tokens as in the
+authors' code, with almost no padding. A batch of 16 rows has about 53 conversations, while the
+authors' batch has 32; configs/moa_llama3_8b_paper.py has the authors' batches. The schedule is in
+epochs like the authors': warm-up of 50 updates to 20 times the constant rate, then one epoch of
+linear decay. The draft vocabulary of a quarter of the target's tokens is ours and affects decoding
+only.
 
-Presets say what each machine needs besides; `train.plan` takes the one of its topology by itself.
-Where a batch is computed in parts (h200:1), draws and means differ a little, so a run keeps its
-preset.
+Presets hold the settings that depend on the machine; `train.plan` selects the preset of its
+topology automatically. A batch that is computed in parts (h200:1) gives slightly different random
+draws and means, so a run must keep its preset.
 """
 
 from moa_jax.config import (
@@ -24,7 +25,7 @@ from moa_jax.config import (
 
 CHAT = "hub:HuggingFaceH4/ultrachat_200k@8049631c405ae6576f93f445c6b8166f76f5505a"
 CONVERSATIONS = 207_865
-TOKENS = 1_200  # of a conversation, in the mean: an estimate
+TOKENS = 1_200  # mean tokens per conversation, an estimate
 EPOCH = CONVERSATIONS * TOKENS // (16 * 4096)
 
 config = DistillConfig(
@@ -54,7 +55,7 @@ config = DistillConfig(
         peak=20.0,
         total_steps=40 * EPOCH,
     ),
-    chunks=ChunkConfig(head=0, memory=0),  # nothing is computed twice; presets say where it must be
+    chunks=ChunkConfig(head=0, memory=0),  # no recomputation unless a preset needs chunks
     run=RunConfig(
         directory="runs/moa_llama3_8b",
         log_every=20,
@@ -66,22 +67,22 @@ config = DistillConfig(
     draft_vocabulary=32_768,
 )
 
-# Settings for machines, as `--preset NAME` takes them.
+# Settings per machine, selected by `--preset NAME`.
 presets = {
-    # A copy of the target, 15.0 GiB, would fill a chip of 15.75, so two chips share one, and what
-    # it leaves asks for chunks. Where all cut it there is room without them (`--mesh.tensor 1
-    # --mesh.target cut --chunks.head 0 --chunks.memory 0`): a step is then a tenth faster by plan,
-    # but each chip receives twice as much.
+    # A copy of the target takes 15.0 of a chip's 15.75 GiB, so two chips share a copy, and the
+    # remaining memory requires chunks. A target that is split over all chips needs no chunks
+    # (`--mesh.tensor 1 --mesh.target cut --chunks.head 0 --chunks.memory 0`): by `train.plan` a
+    # step is then a tenth faster, but each chip receives twice the bytes.
     "v5e:4x4": {
         "mesh.tensor": "2",
         "mesh.target": "copied",
         "chunks.head": "512",
         "chunks.memory": "2048",
     },
-    # A copy takes a sixth of a chip, and an eighth of a GPU. `auto` would find the same, but it
-    # goes by the memory that jax was given, of which another program may have a part.
+    # A copy takes a sixth of a chip, and an eighth of a GPU. `auto` would select the same, but
+    # `auto` depends on the memory available to jax, which another program may reduce.
     "v5p:2x2x2": {"mesh.target": "copied"},
     "h200:8": {"mesh.target": "copied"},
-    # Four rows at a time take 72 GiB of 121, sixteen would not fit.
+    # Four rows at a time take 72 of 121 GiB; sixteen rows would not fit.
     "h200:1": {"optim.accumulate": "4"},
 }

@@ -1,11 +1,11 @@
-"""The paper's drafter for Llama-3-8B-Instruct as the paper trains it: one conversation a row.
+"""The paper's drafter for Llama-3-8B-Instruct, trained as in the paper: one conversation per row.
 
     python -m train.distill --config configs/moa_llama3_8b_paper.py
 
-Batches are the authors' 32 conversations, and a little over half of their rows is no padding. The
-schedule is theirs too: warm-up of 50 updates to 20 times the constant rate, then one epoch of
-linear decay (207,865 conversations in batches of 32), 40 epochs in all. configs/moa_llama3_8b.py
-packs several conversations into a row.
+A batch has 32 conversations, as in the authors' code; padding is a little under half of its tokens.
+The schedule is the authors' too: warm-up of 50 updates to 20 times the constant rate, then one
+epoch of linear decay (207,865 conversations in batches of 32), 40 epochs in all.
+configs/moa_llama3_8b.py packs several conversations into a row.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ config = dataclasses.replace(
         _PACKED.optim,
         decay_steps=EPOCH,
         total_steps=40 * EPOCH,
-        accumulate=2,  # the authors' is 8; 2 serves 1 to 16 devices, and one H200 has room
+        accumulate=2,  # the authors use 8; 2 works on 1 to 16 devices and fits one H200
     ),
-    chunks=ChunkConfig(),  # sixteen whole rows at a time would not fit one H200
+    chunks=ChunkConfig(),  # sixteen rows without chunks would not fit one H200
     run=dataclasses.replace(_PACKED.run, directory="runs/moa_llama3_8b_paper"),
     output="runs/moa_llama3_8b_paper/final",
 )

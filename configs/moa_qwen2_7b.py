@@ -1,10 +1,11 @@
-"""A drafter of the paper's kind for Qwen2.5-7B-Instruct: 250 M parameters, UltraChat.
+"""A MoA drafter for Qwen2.5-7B-Instruct: 250 M parameters, UltraChat.
 
     python -m train.distill --config configs/moa_qwen2_7b.py
 
-The memory is half as wide as Llama-3-8B's, 1024, and the target's 28 heads leave layer
-self-attention heads of 36. Its self-attention has the biases of Qwen2's queries, keys and
-values. The rest is that of configs/moa_llama3_8b.py, with its packed rows and its presets.
+The memory is half as wide as for Llama-3-8B, 1024, and with the target's 28 heads the head size of
+layer self-attention is 36. The drafter's self-attention has biases on queries, keys and values,
+like Qwen2. All other settings, including packed rows and presets, are those of
+configs/moa_llama3_8b.py.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Sizes of known targets by their hub ids: enough to build or plan one without its files."""
+"""Sizes of known targets by hub id, to build or plan a target without its files."""
 
 import dataclasses
 

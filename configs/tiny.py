@@ -1,4 +1,4 @@
-"""A drafter for the bundled target on 40 conversations: a minute on a laptop, to see it work.
+"""A smoke test: a drafter for the bundled target on 40 conversations, a minute on a laptop.
 
 python -m train.distill --config configs/tiny.py
 """

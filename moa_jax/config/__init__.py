@@ -1,12 +1,12 @@
-"""Every static choice, as frozen dataclasses; `from moa_jax.config import DraftShape`.
+"""All static settings, as frozen dataclasses; `from moa_jax.config import DraftShape`.
 
 model.py   sizes of targets and drafters
-draft.py   what a round drafts, how tokens are chosen
+draft.py   draft shapes and sampling settings
 train.py   training runs and grids of runs
-checks.py  checks of settings, token ids and texts
+checks.py  checks of settings, token ids and strings
 """
 
-# ruff: noqa: F401 (the names are for importers)
+# ruff: noqa: F401 (re-exported names)
 
 from moa_jax.config.draft import MAX_DEPTH, DraftShape, Sampling
 from moa_jax.config.model import (

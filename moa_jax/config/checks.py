@@ -1,4 +1,4 @@
-"""Checks of settings, token ids and texts."""
+"""Checks of settings, token ids and strings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moa_jax.errors import InputError
 
 
 def at_least(low: int, config: Any, *names: str) -> None:
-    """Raise InputError for the first of these fields that is not a whole number from `low` on.
+    """Raise InputError for the first of these fields that is not a whole number >= `low`.
 
-    Those of numpy, jax or torch become Python's.
+    Replaces numbers of numpy, jax or torch by Python numbers.
     """
     for name in names:
         value = unboxed(getattr(config, name))
@@ -23,7 +23,7 @@ def at_least(low: int, config: Any, *names: str) -> None:
 
 
 def unboxed(value: Any) -> Any:
-    """The Python numbers in a scalar or an array of numpy, jax or torch; other values stay."""
+    """Converts a scalar or array of numpy, jax or torch to Python numbers; returns others as is."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -42,9 +42,9 @@ def whole_numbers(name: str, values: Any) -> list[int]:
 
 
 def finite(config: Any, *names: str, above_zero: bool = False) -> None:
-    """Raise InputError for the first of these fields that is not a finite number from 0 on.
+    """Raise InputError for the first of these fields that is not a finite number >= 0.
 
-    With `above_zero` 0 is refused, too.
+    With `above_zero`, 0 raises InputError, too.
     """
     for name in names:
         value = getattr(config, name)
@@ -54,13 +54,13 @@ def finite(config: Any, *names: str, above_zero: bool = False) -> None:
 
 
 def is_id(token: Any, vocab_size: int) -> bool:
-    """Whether this is a number that the vocabulary has."""
+    """Whether `token` is a whole number from 0 to vocab_size - 1."""
     is_number = isinstance(token, int | np.integer) and not isinstance(token, bool)
     return is_number and 0 <= token < vocab_size
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text has a form in UTF-8; surrogates, which stand for bytes without one, do not."""
+    """Whether `text` can be encoded as UTF-8; surrogates, which stand for invalid bytes, cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

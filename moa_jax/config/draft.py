@@ -1,4 +1,4 @@
-"""The draft of a round, and sampling settings."""
+"""Draft shapes and sampling settings."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 from moa_jax.config.checks import at_least, unboxed
 from moa_jax.errors import InputError
 
-MAX_DEPTH = 64  # a chain is unrolled into one program
+MAX_DEPTH = 64  # limited because a chain is unrolled into one program
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftShape:
-    """Size of a round's draft; `depth` counts levels with the root, so 1 is plain decoding.
+    """Size of a round's draft; `depth` counts the root's level, so 1 is plain decoding.
 
     chain          breadth 1: depth - 1 tokens, one after the other
-    dynamic tree   every level keeps its `breadth` likeliest nodes and gives each as many
-                   children; the `total_tokens` likeliest of all are verified
-    static tree    `paths` says which: (0, 1) is the second child of the root's first;
-                   `static` puts them in order and counts the depth
+    dynamic tree   every level keeps its `breadth` most likely nodes and expands each to
+                   `breadth` children; the `total_tokens` most likely candidates are verified
+    static tree    `paths` lists the nodes: (0, 1) is the second child of the root's first child;
+                   `static` sorts the paths and computes the depth
     """
 
     depth: int
     breadth: int = 1
-    total_tokens: int | None = None  # most nodes besides the root; None is all candidates
+    total_tokens: int | None = None  # maximum nodes besides the root; None is all candidates
     paths: tuple[tuple[int, ...], ...] = ()
-    sampled: bool = False  # candidates are drawn from the drafter's law, not its likeliest
+    sampled: bool = False  # candidates are sampled from the drafter's probs instead of top-k
 
     def __post_init__(self) -> None:
         at_least(1, self, "depth", "breadth")
@@ -45,7 +45,7 @@ class DraftShape:
 
     @classmethod
     def static(cls, paths: Any, **rest: Any) -> DraftShape:
-        """A static tree from its paths, in any order; InputError where they make no tree."""
+        """A static tree from its paths, in any order; InputError if they do not form a tree."""
         try:
             ordered = sorted({tuple(map(int, path)) for path in paths}, key=_level_by_level)
         except (TypeError, ValueError) as error:
@@ -80,7 +80,7 @@ class DraftShape:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every node has one child at most, so that an accepted path moves no rows."""
+        """Whether every node has at most one child, so that an accepted path moves no rows."""
         return self.breadth == 1 and (not self.paths or max(map(max, self.paths)) == 0)
 
     @property
@@ -95,32 +95,32 @@ class DraftShape:
 
     @property
     def num_nodes(self) -> int:
-        """Tokens that one verification takes, the root among them."""
+        """Tokens of one verification pass, including the root."""
         return 1 + self.num_drafted
 
     @property
     def levels(self) -> int:
-        """The most tokens that one round can commit."""
+        """Maximum tokens that one round can commit."""
         return min(self.depth, self.num_nodes)
 
     @property
     def num_rows(self) -> int:
-        """Rows that a round needs in each cache, after those of verified tokens."""
+        """Cache rows that a round needs after the rows of verified tokens."""
         return max(self.num_nodes, 1 + max(self.depth - 2, 0) * self.breadth)
 
     @property
     def most_children(self) -> int:
-        """The most candidates that one node gets."""
+        """Maximum candidates per node."""
         return 1 + max(map(max, self.paths)) if self.paths else self.breadth
 
     @property
     def tree_paths(self) -> tuple[tuple[int, ...], ...]:
-        """The paths of a static tree; a chain is one whose nodes are first children."""
+        """The paths of a static tree; for a chain, every node is a first child."""
         return self.paths or tuple((0,) * k for k in range(1, self.levels))
 
 
 def _level_by_level(path: tuple[int, ...]) -> tuple[Any, ...]:
-    """Sort key of a tree's nodes: the order in which drafting makes them."""
+    """Sort key of a tree's nodes: the order of drafting."""
     return len(path), path
 
 
@@ -138,15 +138,15 @@ class Sampling:
     """Sampling settings of one answer; temperature 0 is greedy."""
 
     temperature: float = 0.0
-    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
-    top_p: float = 1.0  # keep the fewest likeliest tokens that hold this much probability
-    min_p: float = 0.0  # keep tokens that are at least this likely, relative to the likeliest
-    repetition_penalty: float = 1.0  # above 1 makes tokens seen before less likely
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
-    # These two see the answer alone, and the repetition penalty the prompt as well.
-    presence_penalty: float = 0.0  # taken off the logit of each token that the answer has
-    frequency_penalty: float = 0.0  # the same, as often as the answer has the token
-    seed: int = 0  # below 2**32; -1 draws another one for each call
+    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
+    top_p: float = 1.0  # keep the smallest set of most likely tokens with this total probability
+    min_p: float = 0.0  # keep tokens with at least this probability relative to the most likely
+    repetition_penalty: float = 1.0  # values above 1 make earlier tokens less likely
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
+    # The next two penalties count answer tokens only; the repetition penalty also counts prompts.
+    presence_penalty: float = 0.0  # subtracted from the logit of each token in the answer
+    frequency_penalty: float = 0.0  # subtracted once per occurrence of the token in the answer
+    seed: int = 0  # below 2**32; -1 draws a new seed per call
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -168,5 +168,5 @@ class Sampling:
                 raise InputError(f"logit_bias holds {bias}: give numbers below inf, -inf to ban")
 
     def seeded(self) -> Sampling:
-        """These settings, with a seed that is drawn where it is -1."""
+        """These settings, with a random seed if `seed` is -1."""
         return dataclasses.replace(self, seed=secrets.randbits(31)) if self.seed == -1 else self

@@ -1,6 +1,6 @@
 """Sizes of models: targets and drafters.
 
-Names of fields are those of Hugging Face configs and of the paper's code. Numbers that change a
+Field names are those of Hugging Face configs and of the paper's code. Numeric fields that change a
 model's output have no defaults.
 """
 
@@ -17,7 +17,7 @@ Family = Literal["llama", "qwen2", "qwen3"]
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Frequency scaling of rotary embeddings: `linear`, or `llama3` as Llama 3.1 defined it."""
+    """Frequency scaling of rotary embeddings: `linear`, or `llama3` as defined by Llama 3.1."""
 
     rope_type: Literal["linear", "llama3"]
     factor: float
@@ -31,7 +31,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """One pre-norm decoder layer: attention and SwiGLU, each with its residual."""
+    """One pre-norm decoder layer: attention and SwiGLU, each with a residual connection."""
 
     hidden_size: int
     num_heads: int
@@ -90,7 +90,7 @@ class TargetConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MoaConfig:
-    """Sizes of a Mixture-of-Attentions drafter; the keys of its file have the same names."""
+    """Sizes of a Mixture-of-Attentions drafter; the keys of its config file have the same names."""
 
     self_attention_num_key_value_heads: int
     self_attention_intermediate_size: int
@@ -99,11 +99,11 @@ class MoaConfig:
     layer_self_attention_num_key_value_heads: int
     layer_self_attention_intermediate_size: int
     target_layer_inference: int = 0  # the paper's N: target layers reused after CA
-    # What makes one memory vector of all layers' keys and values: layer self-attention or, as
-    # ablations, their mean or the last layer's alone.
+    # Reduction of all layers' keys and values to one memory vector: layer self-attention or, as
+    # ablations, their mean or the last layer's.
     layer_mixing: Literal["attention", "mean", "last"] = "attention"
-    has_self_attention: bool = True  # an ablation: without it, embeddings go to cross-attention
-    # Not in the paper: memory also holds the target's final-normed state, by a matrix of its own.
+    has_self_attention: bool = True  # False, an ablation: embeddings go to cross-attention
+    # Not in the paper: a separate matrix adds the target's final-normed state to memory.
     hidden_in_memory: bool = False
 
     def __post_init__(self) -> None:
@@ -116,13 +116,13 @@ class MoaConfig:
 class EagleConfig:
     """An EAGLE-1 or EAGLE-2 drafter: one decoder layer over token and feature.
 
-    The official drafter has a bias in `fc` and no norm at the layer's input; that of the paper's
-    code has the norm and no bias. `names` says whose tensor names its files have.
+    The official drafter has a bias in `fc` and no norm at the layer's input; the drafter of the
+    paper's code has the norm and no bias. `names` selects the tensor names of the files.
     """
 
     num_key_value_heads: int
     intermediate_size: int
-    block: BlockConfig | None = None  # its layer, where heads or RoPE are not the target's
+    block: BlockConfig | None = None  # the layer, if its heads or RoPE differ from the target's
     input_norm: bool = False
     fc_bias: bool = True
     names: Literal["official", "authors"] = "official"
@@ -135,12 +135,12 @@ class EagleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Config:
-    """An EAGLE-3 drafter: three tapped layers fused, one wider layer, a head of its own."""
+    """An EAGLE-3 drafter: three tapped layers fused, one wider layer, a separate head."""
 
     num_key_value_heads: int
     intermediate_size: int
-    block: BlockConfig | None = None  # its layer, where heads or RoPE are not the target's
-    draft_ids: tuple[int, ...] = ()  # target ids that its head scores; () is the whole vocabulary
+    block: BlockConfig | None = None  # the layer, if its heads or RoPE differ from the target's
+    draft_ids: tuple[int, ...] = ()  # target ids that the head scores; () is the whole vocabulary
     tapped_layers: tuple[int, ...] = ()  # streams by the layer they enter; () is 2, L // 2, L - 3
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ class GlideConfig:
 
     self_attention_num_key_value_heads: int
     self_attention_intermediate_size: int
-    block_size: int = 5  # training: a token sees the target's rows of earlier blocks
+    block_size: int = 5  # in training, a token sees the target's rows of earlier blocks
 
     def __post_init__(self) -> None:
         names = [field.name for field in dataclasses.fields(self)]
@@ -176,9 +176,9 @@ class BorrowedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LookupConfig:
-    """Prompt lookup: drafts what followed the same tokens the last time they occurred."""
+    """Prompt lookup: drafts the continuation of the last tokens' latest earlier occurrence."""
 
-    longest_match: int = 3  # matches of this many tokens are preferred, then shorter ones
+    longest_match: int = 3  # maximum tokens of a match; longer matches are preferred
     shortest_match: int = 1
 
     def __post_init__(self) -> None:

@@ -13,30 +13,30 @@ from moa_jax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Sources of training text, and the rule for which tokens count as answers.
+    """Sources of training data, and the rule for which tokens count as answers.
 
-    A path is a file or folder, or one of these:
+    A path is a file or folder, or has one of these forms:
 
         gs://BUCKET/PATH               a file or folder in a bucket
-        data:chat/train.jsonl.gz       below `$MOA_DATA`
+        data:chat/train.jsonl.gz       relative to `$MOA_DATA`
         hub:ID/SPLIT                   through `datasets`
-        hub:ID@REVISION/SPLIT          the same at a commit, tag or branch
+        hub:ID@REVISION/SPLIT          through `datasets`, at a commit, tag or branch
         tfds:NAME/SPLIT                through `tensorflow_datasets`
     """
 
     train: tuple[str, ...]
     validation: tuple[str, ...]
-    max_length: int  # tokens kept of one conversation
-    row_length: int  # tokens in one row of a batch
-    rows_per_batch: int  # of all devices and processes together
+    max_length: int  # maximum tokens per conversation
+    row_length: int  # tokens per row of a batch
+    rows_per_batch: int  # over all devices and processes
     weights: tuple[float, ...] = ()  # share of rows from each train path; () mixes all rows evenly
     cache: str | None = None  # folder of tokenised rows, memory-mapped; None keeps them in memory
     workers: int = 0  # processes that tokenise; 0 is one per core
-    bad_records: Literal["skip", "refuse"] = "skip"  # what to do about a record that cannot be used
+    bad_records: Literal["skip", "refuse"] = "skip"  # handling of unusable records
     sources: tuple[str, ...] = ()  # keep records whose `source` ends with one of these; () is all
-    pack: bool = True  # put several conversations in a row, kept apart by segment ids
+    pack: bool = True  # pack several conversations into a row, separated by segment ids
     longest_first: bool = False  # packing takes the longest of thousands first: fuller rows
-    answers: Literal["turns", "reference"] = "turns"  # `reference`: as the paper's code, which
+    answers: Literal["turns", "reference"] = "turns"  # `reference`: as in the paper's code, which
     # also trains on every user turn after the first answer
     seed: int = 0
 
@@ -53,10 +53,10 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with warm-up to a peak, linear decay to a constant rate, and clipping.
+    """AdamW with warm-up to a peak, linear decay to a constant rate, and gradient clipping.
 
-    The rate climbs from 0 to `peak * learning_rate` in `warmup_steps`, falls linearly to
-    `learning_rate` within `decay_steps` more, then stays. The paper uses a peak of 20.
+    The rate rises from 0 to `peak * learning_rate` in `warmup_steps`, falls linearly to
+    `learning_rate` within `decay_steps` more, then is constant. The paper uses a peak of 20.
     """
 
     learning_rate: float
@@ -82,16 +82,16 @@ class OptimConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MaskConfig:
-    """Masks that hide the future from the drafter, so that training sees what decoding sees."""
+    """Masks that hide the future from the drafter, so that training matches decoding."""
 
     variable_future_length: bool = True
-    shortest_future: int = 6  # variable length: every 6th to 14th token is known, one period a row
+    shortest_future: int = 6  # variable length: every 6th to 14th token is known, drawn per row
     longest_future: int = 14
     staircase: bool = True
-    on_policy_reuse: bool = False  # reused layers see what they see in decoding (masks.on_policy)
-    bounded: bool = True  # False is standard training: all of a token's past counts as known
+    on_policy_reuse: bool = False  # reused layers see the same rows as in decoding: masks.on_policy
+    bounded: bool = True  # False is standard training: all earlier tokens count as known
     # Not in the paper: a second pass over the same memory, in which every token is the first of a
-    # round. Without it one token in ten is trained as that, and it is drafted most often.
+    # round. Without this pass one token in ten is trained as a first token, the most often drafted.
     first_tokens: bool = False
 
     def __post_init__(self) -> None:
@@ -112,17 +112,17 @@ class MaskConfig:
 class LossConfig:
     """Terms of the drafter's loss; the defaults are the paper's.
 
-    token      cross_entropy     - sum p log q, where p is the target's law, q the drafter's
+    token      cross_entropy     - sum p log q; p are the target's probs, q the drafter's
                total_variation   1 - sum min(p, q), the chance that sampling rejects a draft
-               log_acceptance    - log sum min(p, q), whose gradient stays large where they differ
-    feature    distance between what goes to the head and the target's own (TLI: and between
-               what enters the reused layers and the target's own, half each)
+               log_acceptance    - log sum min(p, q), whose gradient stays large if p and q differ
+    feature    distance between the head's input and the target's final-normed state (with TLI,
+               half; the other half is the distance at the input of the reused layers)
     """
 
     token: Literal["cross_entropy", "total_variation", "log_acceptance"] = "cross_entropy"
     token_weight: float = 0.1
     feature_weight: float = 1.0
-    feature_fade: float | None = None  # share of the run after which the feature loss is gone
+    feature_fade: float | None = None  # fraction of the run after which the feature weight is 0
 
     def __post_init__(self) -> None:
         weights = self.token_weight, self.feature_weight
@@ -139,14 +139,14 @@ class LossConfig:
 class FeedbackConfig:
     """Training of drafters that read their own features (the EAGLE family).
 
-    Training makes `steps` passes, each fed with the features of the pass before: one pass is
-    EAGLE-1 and EAGLE-2, more are the training-time test of EAGLE-3 (for EAGLE-1 and 2: HASS).
-    `noise` is the width of uniform noise on the features and embeddings of the first pass.
+    Training makes `steps` passes, each fed with the features of the previous pass. One pass is
+    EAGLE-1 and EAGLE-2, more passes are the training-time test of EAGLE-3 (for EAGLE-1 and 2:
+    HASS). `noise` is the width of uniform noise on the target's features and on the embeddings.
     """
 
     steps: int = 1
     noise: float = 0.0
-    decay: float = 1.0  # the weight of each pass, relative to the one before it
+    decay: float = 1.0  # the weight of each pass, relative to the previous pass
 
     def __post_init__(self) -> None:
         at_least(1, self, "steps")
@@ -155,9 +155,9 @@ class FeedbackConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkConfig:
-    """Tokens of each row that are computed at a time, so that memory stays small; 0 is all.
+    """Tokens per row that are computed at a time, to limit memory; 0 is all tokens.
 
-    The backward pass computes each chunk again. Results differ by rounding only.
+    The backward pass recomputes each chunk. Results differ by rounding only.
     """
 
     head: int = 128  # logits and losses: float32 of (rows, chunk, vocabulary)
@@ -179,16 +179,17 @@ class Objective:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the training mesh; one number may be -1, for all devices that the others leave.
+    """Sizes of the training mesh; one size may be -1, for all remaining devices.
 
-    data      rows of a batch, weights copied
+    data      rows of a batch, weights replicated
     fsdp      rows of a batch, weights split and gathered layer by layer
     tensor    heads, feed-forwards and vocabulary of every layer
 
-    By default all devices are `fsdp`, whatever their memory. Scattered gradients and gathered
-    weights send as many bytes as summed gradients do, and each device holds a part of the
-    optimiser's state. Only the frozen target depends on the memory: no layer of a copy is gathered,
-    and `auto` copies it where it takes at most a quarter of a device's memory, else cuts it.
+    By default all devices are `fsdp`, for any device memory. Scattering gradients and gathering
+    weights sends the same number of bytes as summing gradients, and each device holds a part of
+    the optimiser's state. Only the placement of the frozen target depends on the memory: `copied`
+    needs no gathering, and `auto` is `copied` if the target takes at most a quarter of a device's
+    memory, else `cut`.
     """
 
     data: int = 1
@@ -211,13 +212,13 @@ class RunConfig:
     eval_every: int = 100
     eval_batches: int = 4
     save_every: int = 100
-    keep_checkpoints: int = 2  # the newest; the one of the best simulated tau is kept too
-    not_finite: Literal["stop", "skip"] = "stop"  # what to do about a loss or gradient that is not
+    keep_checkpoints: int = 2  # newest checkpoints; the best by simulated tau is kept too
+    not_finite: Literal["stop", "skip"] = "stop"  # handling of a non-finite loss or gradient
     decode_prompts: int = 0  # validation prompts decoded at each checkpoint, for the real tau
-    tensorboard: bool = False  # as well as metrics.jsonl; needs the extra `tensorboard`
+    tensorboard: bool = False  # in addition to metrics.jsonl; needs the extra `tensorboard`
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; weights stay float32
-    # On GPUs and TPUs: blocks of scores that stay on the chip, or all of them in memory.
+    # On GPUs and TPUs: `blocks` keeps blocks of scores on chip, `einsum` stores all scores.
     attention: Literal["blocks", "einsum"] = "blocks"
 
     def __post_init__(self) -> None:
@@ -230,19 +231,19 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PretrainConfig:
-    """`train.pretrain`: a small target from text."""
+    """`train.pretrain`: trains a small target from scratch."""
 
     target: TargetConfig
     data: DataConfig
     optim: OptimConfig
     run: RunConfig
-    tokenizer: str  # folder with a tokenizer; trained there from the data if it does not exist
+    tokenizer: str  # folder with a tokenizer; if missing, one is trained on the data
     output: str  # Hugging Face folder of the finished target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillConfig(Objective):
-    """`train.distill`: a drafter for a frozen target; it is the objective that it trains for."""
+    """`train.distill`: trains a drafter for a frozen target by the inherited `Objective`."""
 
     target: str  # Hugging Face folder or hub id
     drafter: DrafterConfig
@@ -252,38 +253,38 @@ class DistillConfig(Objective):
     output: str  # folder of the finished drafter
     mesh: MeshConfig = MeshConfig()
     horizon: int = 6  # future positions whose agreement is reported
-    # A file of train.vocabulary with the draft vocabulary, for drafters with a head of their own.
+    # A file of train.vocabulary with the draft vocabulary, for drafters with a separate head.
     vocabulary: str | None = None
-    # For drafters that use the target's head: so many tokens, those that the answers trained on
-    # hold most often, become the draft vocabulary in the drafter's folder. Training ignores it.
+    # For drafters that use the target's head: the number of most frequent training answer tokens
+    # that form the draft vocabulary in the drafter's folder. Training ignores this vocabulary.
     draft_vocabulary: int | None = None
-    init_from: str | None = None  # a drafter's folder or a run, whose weights are the first ones
+    init_from: str | None = None  # a drafter's folder or a run with the initial weights
 
     def __post_init__(self) -> None:
         at_least(1, self, "horizon")
-        if self.horizon >= MAX_DEPTH:  # the drafter's folder states a chain that is longer by one
+        if self.horizon >= MAX_DEPTH:  # the drafter's folder states a chain of depth horizon + 1
             raise InputError(f"horizon is {self.horizon}: choose at most {MAX_DEPTH - 1}")
 
 
 @dataclasses.dataclass(frozen=True)
 class GridConfig:
-    """`train.grid`: drafters trained alike and compared on the same prompts.
+    """`train.grid`: drafters trained under equal conditions and compared on the same prompts.
 
-    Cells share their target, data, number of updates and, roughly, of trainable parameters. Every
-    cell is trained with each learning rate and seed, and counts by the rate with the highest
-    simulated tau. Without learning rates each cell keeps the rate of its own config, for example
-    the best rate of a shorter grid.
+    Cells share the target, the data, the number of updates and, within `tolerance`, the number of
+    trainable parameters. Every cell is trained with each learning rate and seed, and is represented
+    by the rate with the highest simulated tau. Without learning rates each cell keeps the rate of
+    its own config, for example the best rate of a shorter grid.
     """
 
     cells: tuple[tuple[str, DistillConfig], ...]
     learning_rates: tuple[float, ...]  # tried with every cell; () is each cell's own
     directory: str  # of runs, drafters and the report
-    reference: str  # the cell that the others are divided by
+    reference: str  # the cell that the results of other cells are divided by
     seeds: tuple[int, ...] = (0,)
-    tolerance: float = 0.05  # of trainable parameters, from those of `reference`
+    tolerance: float = 0.05  # relative difference in trainable parameters from `reference`
     unmatched: tuple[str, ...] = ()  # cells that may differ in anything but the target
     shapes: tuple[DraftShape, ...] = (DraftShape(7), DraftShape(7, 8, 62))
-    prompts: int = 64  # of the validation data, not trained on; all finished drafters answer them
+    prompts: int = 64  # validation prompts, not trained on, that all finished drafters answer
     max_new_tokens: int = 128
 
     def __post_init__(self) -> None:
@@ -296,4 +297,4 @@ class GridConfig:
         if not self.seeds:
             raise InputError("a grid needs at least one seed")
         at_least(1, self, "prompts")
-        at_least(2, self, "max_new_tokens")  # the first comes before any round
+        at_least(2, self, "max_new_tokens")  # the first token precedes all rounds

@@ -1,4 +1,4 @@
-"""Kinds of drafters by the name of their method; a new kind is one more entry."""
+"""Drafter kinds by method name; a new kind is a new entry of `DRAFTERS`."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ DRAFTERS: dict[str, DrafterKind] = {
 
 
 def method_of(config: Any) -> str:
-    """The name of the kind that a drafter's config belongs to."""
+    """The method name of a drafter's config."""
     return next(name for name, kind in DRAFTERS.items() if type(config) is kind.config)
 
 
 def needs_no_files(name: str) -> bool:
-    """Whether this is the name of a kind that is there without any files."""
+    """Whether `name` is a drafter kind that needs no files."""
     return name in DRAFTERS and DRAFTERS[name].without_files is not None

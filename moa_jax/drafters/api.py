@@ -1,8 +1,8 @@
-"""The one interface between a drafter and decoding or training: pure functions and arrays.
+"""The interface between drafters and decoding or training: pure functions and arrays.
 
-A drafter sees the target only through the weights that it borrows and through the activations
-of verified tokens that are tapped for it. So the same functions run beside the target, across a
-network, and in training. Code outside this package knows drafters only by this file.
+A drafter reads two things of the target: borrowed weights, and tapped activations of verified
+tokens. The same functions therefore run on the target's machine, on a client across a network, and
+in training. Code outside this package uses drafters through this file only.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ Digest = Any
 
 
 class Taps(NamedTuple):
-    """Static: which activations of a target pass the drafter reads."""
+    """Static: the activations of a target pass that the drafter reads."""
 
     rows: bool = False  # keys and values of every layer
     streams: tuple[int, ...] = ()  # residual streams, by the layer they enter
-    hidden: bool = False  # the final-normed state; in training it is always there
+    hidden: bool = False  # the final-normed state; in training it is always provided
 
 
 class Tapped(NamedTuple):
-    """The activations of T tokens; parts that the taps leave out are None or ()."""
+    """The activations of T tokens; parts that are not in `Taps` are None or ()."""
 
     rows_LBKTE: KV | None
     streams: tuple[Array, ...]  # (B, T, D) each
     hidden_BTD: Array | None  # after the target's final norm
 
 
-NOTHING = -1  # no token: that of an absent node, and the target's choice without finite logits
+NOTHING = -1  # no token: an absent node, or the target's choice without finite logits
 
 
 class Tree(NamedTuple):
     """Tokens to verify in one target pass, parents before children; node 0 is the root.
 
-    Siblings are distinct tokens, in the order in which they were proposed.
+    Siblings are distinct tokens, in the order of the drafter's candidates.
 
     tokens    root  a  b  c        depth    0 1 1 2       ancestor  x . . .
                    /  \\                                             x x . .
@@ -55,27 +55,27 @@ class Tree(NamedTuple):
                                                                     x x . x
     """
 
-    tokens_BN: Array  # NOTHING where a drafter found none
+    tokens_BN: Array  # NOTHING for absent nodes
     parent_BN: Array  # the root is its own parent
     depth_BN: Array
-    ancestor_BNN: Array  # [i, j]: j is i or above it; a first axis of 1 serves all rows
-    draft_BNV: Array | None = None  # sampled drafts: the law that each node's children come from
+    ancestor_BNN: Array  # [i, j]: j is i or an ancestor of i; a first axis of 1 applies to all rows
+    draft_BNV: Array | None = None  # sampled drafts: the probs that children are sampled from
 
 
 class Guide(NamedTuple):
     """Selection of candidates from a drafter's logits in a round."""
 
-    # (logits_BWU, tokens from the root to each node_BWP) -> adjusted logits_BWU; with noise the
-    # log-probabilities that candidates are drawn from
+    # (logits_BWU, tokens from the root to each node_BWP) -> adjusted logits_BWU; with `noise`, the
+    # log-probabilities that candidates are sampled from
     adjusted: Callable[[Array, Array], Array]
     # (nodes of a level, depth of their children, size of the vocabulary) -> Gumbel noise_BWU
     noise: Callable[[int, int, int], Array] | None
-    ids_U: Array | None  # the target's ids of a draft vocabulary; None: logits are of all ids
+    ids_U: Array | None  # the target's ids of a draft vocabulary; None: logits cover all ids
     vocab_size: int
 
 
 def chain(tokens_BN: Array) -> Tree:
-    """The tree in which every node has one child; a single node is plain decoding."""
+    """The tree in which every node has at most one child; a single node is plain decoding."""
     B, N = tokens_BN.shape
     index_N = jnp.arange(N, dtype=jnp.int32)
     spread = lambda row_N: jnp.broadcast_to(row_N, (B, N))
@@ -84,15 +84,16 @@ def chain(tokens_BN: Array) -> Tree:
 
 
 def streams(params: Params, length_B: Array, tapped: Tapped) -> Tapped:
-    """The digest of a drafter that reads residual streams as they are.
+    """The default digest: the tapped activations, without the rows of all layers.
 
-    A drafter that taps rows of all layers needs a digest of its own: they are too large to keep.
+    A drafter that taps the rows of all layers needs another `digest`, since the rows are too large
+    to store.
     """
     return tapped._replace(rows_LBKTE=None)
 
 
 def target_head(params: Params, shared: Shared, feature_BTD: Array) -> Array:
-    """The target's head, for a drafter without one."""
+    """The target's head, for a drafter without a separate head."""
     return llama.unembed(shared, feature_BTD)
 
 
@@ -106,18 +107,18 @@ class Drafter(NamedTuple):
     """A drafter for one target, closed over frozen configs.
 
     `digest` and `extend` take T tokens that the target has just processed, at positions length to
-    length + T - 1: after prefill the prompt, after a verification the accepted path. `digest`
-    reads the target's activations, and `extend` writes what it made of them to the cache; between
-    the two there may be a network. Rows of rejected tokens are not removed, since lengths alone
-    say which rows are seen. `propose` drafts from the root, which stands at `length` and is in no
-    cache. `go_on` drafts one token without the target's activations of tokens from `known` on:
+    length + T - 1: the prompt after prefill, the accepted path after a verification. `digest`
+    reads the target's activations, and `extend` writes the digest to the cache; a network may
+    connect the two. Rows of rejected tokens are not removed, since lengths determine the visible
+    rows. `propose` drafts from the root, which is at position `length` and in no cache. `go_on`
+    drafts one token without the target's activations of the tokens from `known` on:
 
         position   0 .. known-1 | known .. length-1 | length
                    verified     | fed to `go_on`    | the token fed now
     """
 
     taps: Taps
-    # (target params) -> the weights the drafter reads from it
+    # (target params) -> the target weights that the drafter reads
     borrow: Callable[[Params], Shared]
     # (key) -> float32 params
     init: Callable[[Array], Params]
@@ -128,17 +129,17 @@ class Drafter(NamedTuple):
     # (params, shared, cache, root_B, length_B, shape, guide) -> (tree, cache)
     propose: Callable[[Params, Shared, Cache, Array, Array, DraftShape, Guide], tuple[Tree, Cache]]
     loss: DrafterLoss
-    # (params, shared, batch, tapped, known_BT, horizon) -> what goes to the head (B, T, D) when the
-    # drafter has the target's activations of known tokens only, as in decoding; correct for
-    # tokens at most `horizon` after the last known one
+    # (params, shared, batch, tapped, known_BT, horizon) -> head inputs (B, T, D) of a drafter that
+    # has the target's activations of known tokens only, as in decoding; correct for tokens at
+    # most `horizon` positions after the last known one
     teacher_forced: Callable[[Params, Shared, Batch, Tapped, Array, int], Array]
-    # (params, shared, what goes to the head_BTD) -> float32 logits_BTU
+    # (params, shared, head inputs_BTD) -> float32 logits_BTU
     head: Callable[[Params, Shared, Array], Array] = target_head
     chains_only: bool = False  # `propose` raises InputError for a tree
-    own_head: bool = False  # if not, `head` is the target's, and a draft vocabulary can slice it
+    own_head: bool = False  # False: `head` is the target's, and a draft vocabulary can slice it
     draft_ids: tuple[int, ...] | None = None  # target ids of the logits, if not all in order
-    # (params, length_B, tapped) -> what `extend` needs: arrays with B first and T last but one
+    # (params, length_B, tapped) -> inputs of `extend`: arrays with axis 0 B and axis -2 T
     digest: Callable[[Params, Array, Tapped], Digest] = streams
     digest_only: tuple[str, ...] = ()  # parts of the params that only `digest` reads
-    # (params, shared, cache, token_B, length_B, known_B) -> (logits_BU, cache); None: not possible
+    # (params, shared, cache, token_B, length_B, known_B) -> (logits_BU, cache); None: unsupported
     go_on: Callable[[Params, Shared, Cache, Array, Array, Array], tuple[Array, Cache]] | None = None

@@ -4,9 +4,9 @@
                              +--> fc --> decoder layer --> feature --> target's head
     feature before it -------+
 
-A feature is trained to resemble the target's final-normed state. EAGLE-1 and EAGLE-2 differ only
-in the trees that they draft, and those are set by a `DraftShape`, not by the drafter. Files have
-one of two layouts: the official one, or that of the MoA paper's code (its train/eagle.py), whose
+A feature is trained to match the target's final-normed state. EAGLE-1 and EAGLE-2 differ only in
+the drafted trees, which are set by a `DraftShape`, not by the drafter. Files have one of two
+layouts: the official layout, or the layout of the MoA paper's code (its train/eagle.py), whose
 layer has an input norm and whose fc has no bias.
 """
 
@@ -35,7 +35,7 @@ PREFIXES = {"official": ("fc", "layers.0."), "authors": ("spec_model_fc", "spec_
 
 
 class EagleLayer(feedback.FedLayer):
-    """fc, then a decoder layer with or without its input norm."""
+    """fc, then a decoder layer with or without an input norm."""
 
     input_norm_there: bool
     fc_bias: bool
@@ -57,7 +57,7 @@ def make(cfg: EagleConfig, target_cfg: TargetConfig, objective: Objective | None
 
 
 def layer(cfg: EagleConfig, target_cfg: TargetConfig) -> feedback.Layer:
-    """Its layer for a target."""
+    """The drafter's layer for a target."""
     block = block_of(cfg, target_cfg)
     module = EagleLayer(block, cfg.input_norm, cfg.fc_bias)
     return feedback.Layer(
@@ -96,7 +96,7 @@ def loss(
 
 
 def table(cfg: EagleConfig, target_cfg: TargetConfig) -> Table:
-    """Which stored tensors make up its parameters."""
+    """The table of the drafter's stored tensors."""
     block = block_of(cfg, target_cfg)
     fc, prefix = PREFIXES[cfg.names]
     width = block.hidden_size
@@ -113,7 +113,7 @@ def table(cfg: EagleConfig, target_cfg: TargetConfig) -> Table:
 
 
 def detect(config: dict[str, Any], names: set[str]) -> bool:
-    """Whether these files are an EAGLE-1 or EAGLE-2 drafter's."""
+    """Whether the files hold an EAGLE-1 or EAGLE-2 drafter."""
     official = {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names
     return official or "spec_model_fc.weight" in names
 
@@ -123,7 +123,7 @@ def read_config(
 ) -> tuple[EagleConfig, tuple[str, ...]]:
     """Read sizes and layout from the tensors, heads and RoPE from config.json.
 
-    Raises InputError where the files contradict the target.
+    Raises InputError if the files contradict the target.
     """
     names = "authors" if "spec_model_fc.weight" in files.shapes else "official"
     fc, prefix = PREFIXES[names]
@@ -140,7 +140,7 @@ def read_config(
 def write_config(
     cfg: EagleConfig, target_cfg: TargetConfig, layout: FileLayout = "ours"
 ) -> dict[str, Any]:
-    """The config.json of a drafter; in every layout its tensors have the names that `cfg` says."""
+    """The config.json of a drafter; `cfg.names` sets the tensor names in every layout."""
     config = write_sizes(cfg, target_cfg, layout, "eagle")
     if layout == "ours":
         config["shifted_mask"] = cfg.shifted_mask

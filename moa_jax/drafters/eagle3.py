@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter (2503.01840): features of three layers, a wider layer, a head of its own.
+"""The EAGLE-3 drafter (2503.01840): features of three layers, a wider layer, a separate head.
 
     tapped low, middle, high --> fc --> feature before (verified tokens)
                        own output --> feature before (drafted tokens)
@@ -8,9 +8,9 @@
     feature before --> norm --+                  |                      |
           +--------------------------------------+                      +--> norm --> own head
 
-Only the token loss trains the feature, over several passes that are fed with their own features
-(training-time test). The head scores a draft vocabulary, and files hold its map as d2t and t2d.
-Tensor names and config.json are the official ones.
+Only the token loss trains the feature, over several passes, each fed with the features of the
+previous pass (training-time test). The head scores a draft vocabulary; files store the vocabulary's
+map as d2t and t2d. Tensor names and config.json are the official ones.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class Eagle3Layer(feedback.FedLayer):
-    """A decoder layer whose attention reads embedding and feature, each with its own norm."""
+    """A decoder layer whose attention reads embedding and feature, each with a separate norm."""
 
     def setup(self) -> None:
         super().setup()
@@ -55,9 +55,9 @@ class Eagle3Layer(feedback.FedLayer):
 
 
 def tapped_layers(cfg: Eagle3Config, target_cfg: TargetConfig) -> tuple[int, ...]:
-    """The streams that it reads, by the layer they enter; by default those of official files.
+    """The tapped streams, by the layer they enter; by default those of official files.
 
-    Raises InputError for other than three layers of the target.
+    Raises InputError unless `cfg.tapped_layers` is empty or three layers of the target.
     """
     layers = target_cfg.num_layers
     chosen = cfg.tapped_layers or _usual_layers(target_cfg)
@@ -81,7 +81,7 @@ def make(
 
 
 def layer(cfg: Eagle3Config, target_cfg: TargetConfig) -> feedback.Layer:
-    """Its layer for a target."""
+    """The drafter's layer for a target."""
     block, guesses = block_of(cfg, target_cfg, plain=True), _num_guesses(cfg, target_cfg)
     module, fc = Eagle3Layer(block), Linear((block.hidden_size,))
     norm = RMSNorm(block.rms_norm_eps)
@@ -132,7 +132,7 @@ def loss(
     goal_BTD: Array,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """The token loss of every pass, over answer tokens whose next token its head can score."""
+    """The token loss of every pass, over answer tokens whose next token the head can score."""
     each = learning.token_losses(objective, shared, head, goal_BTD, drafts, draft_ids)
     parts = feedback.mean_of_passes(each, objective.feedback.decay)
     return learning.weighted(objective.loss, parts, None, progress)
@@ -142,7 +142,7 @@ def loss(
 
 
 def table(cfg: Eagle3Config, target_cfg: TargetConfig) -> Table:
-    """Which stored tensors make up its parameters."""
+    """The table of the drafter's stored tensors."""
     block, guesses = block_of(cfg, target_cfg, plain=True), _num_guesses(cfg, target_cfg)
     width = block.hidden_size
     inside = {
@@ -164,7 +164,7 @@ def table(cfg: Eagle3Config, target_cfg: TargetConfig) -> Table:
 
 
 def constants(cfg: Eagle3Config, target_cfg: TargetConfig) -> dict[str, np.ndarray]:
-    """The map of its head: target id = draft id + d2t, and t2d: which target ids it has."""
+    """The map of the head: d2t = target id - draft id, and t2d, the mask of scored target ids."""
     ids_U = np.array(cfg.draft_ids or range(target_cfg.vocab_size), np.int64)
     t2d_V = np.zeros(target_cfg.vocab_size, bool)
     t2d_V[ids_U] = True
@@ -172,7 +172,7 @@ def constants(cfg: Eagle3Config, target_cfg: TargetConfig) -> dict[str, np.ndarr
 
 
 def detect(config: dict[str, Any], names: set[str]) -> bool:
-    """Whether these files are an EAGLE-3 drafter's."""
+    """Whether the files hold an EAGLE-3 drafter."""
     stated = ARCHITECTURE in (config.get("architectures") or ())
     return stated or any(name.startswith(PREFIX) for name in names)
 
@@ -182,7 +182,7 @@ def read_config(
 ) -> tuple[Eagle3Config, tuple[str, ...]]:
     """Read sizes from the tensors, the head's map from d2t.
 
-    Raises InputError where the files contradict themselves or the target.
+    Raises InputError if the files contradict themselves or the target.
     """
     sizes = read_sizes(files, target_cfg, PREFIX, plain=True)
     ids_U = _ids(files, target_cfg)
@@ -191,7 +191,7 @@ def read_config(
     usual, stated = _usual_layers(target_cfg), _stated_layers(files.config)
     layers = () if stated == usual else stated
     cfg = Eagle3Config(**sizes, draft_ids=draft_ids, tapped_layers=layers)
-    tapped_layers(cfg, target_cfg)  # refuses layers that the target does not have
+    tapped_layers(cfg, target_cfg)  # raises InputError for layers that the target does not have
     if not layers or "method" in files.config:
         return cfg, ()
     notice = f"the drafter reads what enters layers {list(layers)}, not {list(usual)} as is usual"
@@ -199,22 +199,22 @@ def read_config(
 
 
 def _stated_layers(config: dict[str, Any]) -> tuple[int, ...]:
-    """The streams that a config.json names, by the layer they enter; () where it names none.
+    """The streams that a config.json lists, by the layer they enter; () if it lists none.
 
-    vLLM and speculators name at the top level the layers that streams enter. SpecForge and SGLang
-    name in `eagle_config` the layers that streams come out of. Early files of ours, which have
-    a `method` beside it, name there the layers that streams enter.
+    vLLM and speculators list at the top level the layers that streams enter. SpecForge and SGLang
+    list in `eagle_config` the layers that output the streams. Our early files, which also have a
+    key `method`, list in `eagle_config` the layers that streams enter.
     """
     top, nested = config.get(LAYER_IDS), (config.get("eagle_config") or {}).get(LAYER_IDS)
     ids = top or nested or []
     if type(ids) is not list or any(type(i) is not int for i in ids):
         raise InputError(f"{LAYER_IDS} is {ids!r}: give three layers of the target by number")
     come_out = not top and "method" not in config
-    return tuple(i + come_out for i in ids)  # what comes out of a layer enters the next
+    return tuple(i + come_out for i in ids)  # the output of a layer enters the next layer
 
 
 def _ids(files: Files, target_cfg: TargetConfig) -> np.ndarray:
-    """Target ids of the head's rows; t2d, where files hold it, must be the mask of these ids."""
+    """Target ids of the head's rows; t2d, if stored, must be the mask of these ids."""
     guesses = files.shapes.get("lm_head.weight", (0,))[0]
     if "d2t" not in files.shapes:
         own_size = files.config.get("vocab_size", target_cfg.vocab_size)
@@ -236,7 +236,7 @@ def _ids(files: Files, target_cfg: TargetConfig) -> np.ndarray:
 
 
 def _checked_ids(ids_U: np.ndarray, files: Files, target_cfg: TargetConfig) -> np.ndarray:
-    """The ids, if t2d and draft_vocab_size agree with them; raises InputError if not."""
+    """Returns `ids_U`; raises InputError if t2d or draft_vocab_size contradicts these ids."""
     stated = files.config.get("draft_vocab_size")
     if stated not in (None, len(ids_U)):
         raise InputError(
@@ -256,7 +256,7 @@ def _checked_ids(ids_U: np.ndarray, files: Files, target_cfg: TargetConfig) -> n
 def write_config(
     cfg: Eagle3Config, target_cfg: TargetConfig, layout: FileLayout = "ours"
 ) -> dict[str, Any]:
-    """The config.json, as serving engines read it."""
+    """The config.json of a drafter, in the format that serving engines read."""
     config = write_sizes(cfg, target_cfg, layout, "eagle3", plain=True)
     layers = list(tapped_layers(cfg, target_cfg))
     return config | {

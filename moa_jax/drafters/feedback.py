@@ -1,16 +1,16 @@
-"""Drafters that are fed their own features: what EAGLE-1, EAGLE-2 and EAGLE-3 share.
+"""Drafters that are fed their own features: common code of EAGLE-1, EAGLE-2 and EAGLE-3.
 
-A layer turns a token and the feature of the token before it into the token's own feature. The
-head makes the next token's logits of it, and the next step is fed with it. Features of verified
-tokens come from the target:
+A layer turns a token and the previous token's feature into the token's own feature. The feature is
+the input of the head, which gives the next token's logits, and an input of the next step. Features
+of verified tokens come from the target:
 
     position          0     1     2    | 3 = length: root   drafts
     token             a     b     c    | d                  e        f
     feature before    none  t(a)  t(b) | t(c)               o(d)     o(e)    t target's, o its own
     row of the cache  (0)   1     2    | 3                  4        5
 
-Row 0 is never seen, since there is no feature before it. A row's rotary position is that of the
-feature, one less than that of the token, as in the authors' code.
+Row 0 is never seen, since token 0 has no feature before it. A row's rotary position is that of
+the feature, one less than the position of the token, as in the authors' code.
 
 References: EAGLE (2401.15077), EAGLE-2 (2406.16858), EAGLE-3 (2503.01840); authors'
 train/eagle.py and inference/eagle.py.
@@ -43,7 +43,7 @@ Array = jax.Array
 class FedLayer(nn.Module):
     """A decoder layer that reads the embeddings of tokens and the features before them.
 
-    Each kind defines in `entered` where the residual stream starts and what attention reads.
+    Each kind defines in `entered` the start of the residual stream and the input of attention.
     """
 
     block: BlockConfig
@@ -58,7 +58,7 @@ class FedLayer(nn.Module):
         raise NotImplementedError
 
     def rows(self, embedding_BTD: Array, feature_BTD: Array, turn: Rotation) -> KV:
-        """Only the cache rows that these tokens leave."""
+        """The cache rows of these tokens, without their features."""
         _, read_BTX = self.entered(embedding_BTD, feature_BTD)
         return rows_of(self.attention.project(read_BTX, turn))
 
@@ -70,7 +70,7 @@ class FedLayer(nn.Module):
         seen: Seen,
         past: KV | None = None,
     ) -> tuple[Array, KV, KV | None]:
-        """The tokens' features, their rows, and the cache with these rows written."""
+        """The tokens' features, the tokens' rows, and the cache with these rows written."""
         x_BTD, read_BTX = self.entered(embedding_BTD, feature_BTD)
         y_BTD, rows, past = self.attention(read_BTX, turn, seen, past)
         x_BTD = x_BTD + y_BTD
@@ -85,9 +85,9 @@ def init_layer(module: FedLayer, key: Array) -> Params:
 
 
 class Layer(NamedTuple):
-    """The functions and facts by which one kind of drafter differs from another."""
+    """The functions and settings that differ between drafter kinds."""
 
-    block: BlockConfig  # of its rows and rotary angles
+    block: BlockConfig  # of the rows and rotary angles
     taps: Taps
     init: Callable[[Array], Params]
     # (params, tapped) -> the features of verified tokens_BTD
@@ -97,7 +97,7 @@ class Layer(NamedTuple):
     # (params, embedding_BTD, feature before_BTD, turn, seen, past)
     # -> (feature_BTD, rows, past with the rows written)
     apply: Callable[..., tuple[Array, KV, KV | None]]
-    # (objective, shared, head, draft of each pass, what its features should be_BTD, progress)
+    # (objective, shared, head, draft of each pass, target's final-normed states_BTD, progress)
     # -> (loss, metrics)
     loss: Callable[..., tuple[Array, dict[str, Array]]]
     # (params, shared, feature_BTD) -> logits
@@ -109,7 +109,7 @@ class Layer(NamedTuple):
 
 
 class FedCache(NamedTuple):
-    """Rows of attention, and features of the same tokens; n = length, N = nodes of the round.
+    """Rows of attention, and features of the same tokens; n = length, N = nodes per round.
 
     row        0 ......... n-1 | n ........ n+N-1 | n+N ....... S-1
     rows       verified tokens | root and drafts  | left-overs, never seen
@@ -145,7 +145,7 @@ def make(layer: Layer, objective: Objective) -> Drafter:
 
 
 def init_cache(layer: Layer, batch: int, rows: int, dtype: jnp.dtype) -> FedCache:
-    """Empty rows."""
+    """An empty cache."""
     feature_B1SD = jnp.zeros((batch, 1, rows, layer.block.hidden_size), dtype)
     return FedCache(kv_cache.empty(layer.block, batch, rows, dtype), feature_B1SD)
 
@@ -159,9 +159,10 @@ def extend(
     length_B: Array,
     feature_BTD: Array,
 ) -> FedCache:
-    """Adds verified tokens: rows of their embeddings and of the target's features before them.
+    """Adds verified tokens: rows from their embeddings and the target's features before them.
 
-    The features of all T tokens are kept: how many of them were accepted is not known here.
+    The cache stores the features of all T tokens, since this function does not take the number of
+    accepted tokens.
     """
     earlier_BTD = jnp.concatenate([_last_feature(cache, length_B), feature_BTD[:, :-1]], axis=1)
     position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1]) - 1
@@ -176,9 +177,9 @@ def extend(
 def step(
     layer: Layer, params: Params, shared: Shared, cache: FedCache, nodes: Nodes
 ) -> tuple[Array, FedCache]:
-    """Logits after some nodes, whose own features stand in the cache until the target's come.
+    """Logits after some nodes; the cache holds the nodes' own features until `extend` runs.
 
-    The nodes see all rows before the root but row 0, and their ancestors.
+    The nodes see all rows before the root except row 0, and their ancestors.
     """
     ancestor_BWX = nodes.ancestor_BWX
     if layer.shifted_mask and nodes.depth:
@@ -199,8 +200,8 @@ def step(
 def _before(cache: FedCache, nodes: Nodes) -> Array:
     """The features (B, W, D) of the nodes' parents.
 
-    The root's parent is the token before it. Any other parent is the last of a node's ancestors
-    among the nodes fed earlier, the i-th of which has row length + i.
+    The root's parent is the token before the root. Any other parent is the last of a node's
+    ancestors among the nodes fed earlier; the i-th of these nodes has row length + i.
     """
     W, X = nodes.ancestor_BWX.shape[1:]
     if X == W:
@@ -213,13 +214,13 @@ def _before(cache: FedCache, nodes: Nodes) -> Array:
 
 
 def _last_feature(cache: FedCache, length_B: Array) -> Array:
-    """The feature (B, 1, D) of the token before the root; whatever row 0 holds if there is none."""
+    """The feature (B, 1, D) of the token before the root; row 0 if the length is 0."""
     last_B = jnp.maximum(length_B - 1, 0)
     return jnp.take_along_axis(cache.feature_B1SD[:, 0], last_B[:, None, None], axis=1)
 
 
 def _shifted(ancestor_BWX: Array) -> Array:
-    """The authors' mask: the root's column twice, and that of node i in the place of node i + 1.
+    """The authors' mask: the root's column twice, then the column of node i for node i + 1.
 
     right   root  a  b  c        shifted   root  a  b  c
     a       x     x  .  .        a         x     x  x  .
@@ -233,10 +234,10 @@ def _shifted(ancestor_BWX: Array) -> Array:
 
 
 class FedInputs(NamedTuple):
-    """Inputs of a layer of this family in training, and the features that it should return."""
+    """Inputs of a layer of this family in training, and the training target of its features."""
 
     embedding_BTD: Array
-    feature_BTD: Array  # the target's, as `Layer.fuse` makes them
+    feature_BTD: Array  # the target's features, from `Layer.fuse`
     goal_BTD: Array  # the target's final-normed states
 
 
@@ -248,7 +249,7 @@ def fed_inputs(
     tapped: Tapped,
     noise_2BTD: Array | None = None,
 ) -> FedInputs:
-    """The inputs that a batch gives; noise, if there is any, is added to both of them."""
+    """The layer inputs of a batch; `noise_2BTD`, if given, is added to features and embeddings."""
     feature_BTD = layer.fuse(params, tapped)
     embedding_BTD = llama.embed(shared, batch.tokens_BT, feature_BTD.dtype)
     if noise_2BTD is not None:
@@ -259,10 +260,10 @@ def fed_inputs(
 def passes(
     layer: Layer, params: Params, inputs: FedInputs, batch: Batch, steps: int
 ) -> list[Array]:
-    """The features (B, T, D) of all tokens, in pass j as the (j + 1)-th draft of a round.
+    """The features (B, T, D) of all tokens per pass; pass j is the (j + 1)-th draft of a round.
 
-    Pass 0 is fed the target's features, each later pass those of the pass before it, whose rows
-    it sees as `masks.fed_back` says.
+    The input of pass 0 is the target's features, the input of each later pass the features of the
+    previous pass. `masks.fed_back` defines the visible rows of earlier passes.
     """
     turn = rotation(layer.block, batch.position_BT - 1)
     follows_BT1 = (batch.position_BT > 0)[..., None]  # whether a token has a feature before it
@@ -279,7 +280,7 @@ def passes(
 
 
 def make_loss(layer: Layer, objective: Objective) -> DrafterLoss:
-    """The loss of this kind, with the noise that `objective.feedback` asks for."""
+    """The loss of this kind, with the noise of `objective.feedback`."""
 
     def loss(
         params: Params, shared: Shared, batch: Batch, tapped: Tapped, key: Array, progress: Array
@@ -304,7 +305,7 @@ def loss_of(
     inputs: FedInputs,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """The loss over all passes; pass j counts answer tokens with more than j tokens before them."""
+    """The loss over all passes; pass j includes answer tokens at positions above j."""
     found = passes(layer, params, inputs, batch, objective.feedback.steps)
     drafts = [
         learning.Draft(feature_BTD, batch.response_BT & (batch.position_BT > index))
@@ -315,7 +316,7 @@ def loss_of(
 
 
 def mean_of_passes(each: list[dict[str, Array]], decay: float) -> dict[str, Array]:
-    """The mean of each part over passes, each weighted `decay` times the pass before."""
+    """The mean of each part over passes; each pass has `decay` times the previous pass's weight."""
     weights = [decay**index for index in range(len(each))]
     total = sum(weights)
     return jax.tree.map(
@@ -332,7 +333,7 @@ def teacher_forced(
     known_BT: Array,
     horizon: int,
 ) -> Array:
-    """The features of unknown tokens, as in decoding from the last known one before them."""
+    """The features of unknown tokens, as in decoding from the last known token before them."""
     inputs = fed_inputs(layer, params, shared, batch, tapped)
     found = passes(layer, params, inputs, batch, horizon)
     start_BT = masks.known_until(known_BT, batch.segment_BT)

@@ -5,8 +5,8 @@
                     keys and values of the target's last layer, verified tokens only
 
 Cross-attention has only a query and an output projection: its memory is the target's cache, with
-keys rotated once more. There is no norm before it and none before the head. Files have the names
-of the MoA paper's code (its train/glide.py).
+keys rotated a second time. Neither cross-attention nor the head has a norm before it. Files have
+the tensor names of the MoA paper's code (its train/glide.py).
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from moa_jax.model.layers import (
 
 Array = jax.Array
 
-SELF, CROSS = "self_attention.", "cross_attention."  # how the names of its tensors start
+SELF, CROSS = "self_attention.", "cross_attention."  # prefixes of stored tensor names
 SIZES = ("self_attention_num_key_value_heads", "self_attention_intermediate_size")
 
 
 class GlideCache(NamedTuple):
-    """Rows of its own attention, and rows of the target's last layer; n = length.
+    """Rows of the drafter's self-attention, and of the target's last layer; n = length.
 
     row       0 ......... n-1 | n ............ | ....... S-1
     own       verified tokens | root, drafts   | left-overs, never seen
@@ -72,27 +72,27 @@ class GlideCache(NamedTuple):
 class GlideTrace(NamedTuple):
     """Stages of a pass, for the loss and for parity tests."""
 
-    self_BTD: Array  # after self-attention and its residual: queries of the memory are made of it
-    cross_BTD: Array  # what cross-attention adds
-    feature_BTD: Array  # goes to the head
+    self_BTD: Array  # after self-attention and its residual; the input of cross-attention's queries
+    cross_BTD: Array  # output of cross-attention
+    feature_BTD: Array  # input of the head
 
 
 class GlideLayer(nn.Module):
-    """A pre-norm decoder layer with cross-attention between its two halves."""
+    """A pre-norm decoder layer with cross-attention between self-attention and feed-forward."""
 
     block: BlockConfig
-    memory: BlockConfig  # the target's own layer, whose rows are read
-    block_size: int  # in training a token sees the memory of earlier blocks of this many tokens
+    memory: BlockConfig  # the target's layer whose rows are read
+    block_size: int  # tokens per block; in training a token sees the memory of earlier blocks
 
     def setup(self) -> None:
         eps = self.block.rms_norm_eps
         self.input_norm, self.post_attention_norm = RMSNorm(eps), RMSNorm(eps)
         self.attention = Attention(self.block)
-        self.cross_attention = CrossAttention(self.memory)  # without keys and values of its own
+        self.cross_attention = CrossAttention(self.memory)  # used without its `kv` projection
         self.mlp = MLP(self.block)
 
     def rows(self, x_BTD: Array, turn: Rotation) -> KV:
-        """Only the cache rows that these tokens leave."""
+        """The cache rows of these tokens, without attention or feed-forward."""
         return rows_of(self.attention.project(self.input_norm.parts(x_BTD), turn))
 
     def __call__(
@@ -108,7 +108,7 @@ class GlideLayer(nn.Module):
         y_BTD, _, past = self.attention(self.input_norm.parts(x_BTD), turn, seen, past)
         x_BTD = x_BTD + y_BTD
         cross_BTD = self.cross_attention(x_BTD, turn, memory, memory_seen)
-        # Where nothing is visible, softmax would take the mean over everything, the future too.
+        # If no row is visible, softmax would give the mean over all rows, including future ones.
         cross_BTD = jnp.where(sees_anything(memory_seen), cross_BTD, 0.0)
         y_BTD = x_BTD + cross_BTD
         feature_BTD = y_BTD + self.mlp(self.post_attention_norm.parts(y_BTD))
@@ -134,7 +134,7 @@ def make(cfg: GlideConfig, target_cfg: TargetConfig, objective: Objective | None
 
 
 def layer_of(cfg: GlideConfig, target_cfg: TargetConfig) -> GlideLayer:
-    """Its layer for a target: like the target's layers, except for two sizes."""
+    """The drafter's layer for a target: the target's block config, except for two sizes."""
     memory = target_cfg.block
     block = dataclasses.replace(
         memory,
@@ -155,7 +155,7 @@ def init(layer: GlideLayer, key: Array) -> Params:
 def memory_of(tapped: Tapped, turn: Rotation) -> KV:
     """The rows of the target's last layer, whose keys are rotated a second time.
 
-    References: authors' train/cross_attention.py, which rotates what the target's cache holds.
+    References: authors' train/cross_attention.py, which rotates the keys of the target's cache.
     """
     last = jax.tree.map(lambda rows_LBKTE: rows_LBKTE[-1], tapped.rows_LBKTE)
     return last._replace(k_BKSE=rotate(last.k_BKSE.swapaxes(1, 2), turn).swapaxes(1, 2))
@@ -171,7 +171,7 @@ def init_cache(layer: GlideLayer, batch: int, rows: int, dtype: jnp.dtype) -> Gl
 
 
 def digest(layer: GlideLayer, params: Params, length_B: Array, tapped: Tapped) -> KV:
-    """Memory of verified tokens: the target's last layer."""
+    """Memory of verified tokens: the rows of the target's last layer."""
     position_BT = length_B[:, None] + jnp.arange(tapped.rows_LBKTE.k_BKSE.shape[3])
     return memory_of(tapped, rotation(layer.block, position_BT))
 
@@ -185,7 +185,7 @@ def extend(
     length_B: Array,
     memory: KV,
 ) -> GlideCache:
-    """Adds verified tokens: own rows from embeddings, and rows of the target's last layer."""
+    """Adds verified tokens: self-attention rows from embeddings, and the target's rows."""
     turn = rotation(layer.block, length_B[:, None] + jnp.arange(tokens_BT.shape[1]))
     x_BTD = llama.embed(shared, tokens_BT)
     rows = layer.apply({"params": params}, x_BTD, turn, method="rows")
@@ -197,7 +197,7 @@ def extend(
 def step(
     layer: GlideLayer, params: Params, shared: Shared, cache: GlideCache, nodes: Nodes
 ) -> tuple[Array, GlideCache]:
-    """Logits after some nodes: they see all rows before the root, ancestors, and known memory."""
+    """Logits after some nodes, which see all rows before the root, ancestors, and known memory."""
     found, own = layer.apply(
         {"params": params},
         llama.embed(shared, nodes.tokens_BW),
@@ -221,7 +221,7 @@ def trace(
     tapped: Tapped,
     memory_seen: masks.Intervals,
 ) -> GlideTrace:
-    """The forward over whole conversations, with what it sees of the memory."""
+    """The training forward over whole conversations; `memory_seen` masks the memory."""
     turn = rotation(layer.block, batch.position_BT)
     found, _ = layer.apply(
         {"params": params},
@@ -235,7 +235,7 @@ def trace(
 
 
 def make_loss(layer: GlideLayer, objective: Objective) -> DrafterLoss:
-    """The token loss, where a token sees the memory of the blocks before its own.
+    """The token loss; each token sees the memory of the blocks before its own block.
 
     References: 2402.02082; authors' train/glide.py, whose first block sees the whole memory.
     """
@@ -261,7 +261,7 @@ def teacher_forced(
     known_BT: Array,
     horizon: int,
 ) -> Array:
-    """The features of unknown tokens, exactly those of decoding from the last known one."""
+    """The features of unknown tokens, exactly as in decoding from the last known token."""
     start_BT = masks.known_until(known_BT, batch.segment_BT)
     seen = masks.bounded_memory(start_BT, batch.segment_BT)
     return trace(layer, params, shared, batch, tapped, seen).feature_BTD
@@ -271,7 +271,7 @@ def teacher_forced(
 
 
 def table(cfg: GlideConfig, target_cfg: TargetConfig) -> convert.Table:
-    """Which stored tensors make up its parameters."""
+    """The table of the drafter's stored tensors."""
     layer = layer_of(cfg, target_cfg)
     width, queries = layer.memory.hidden_size, layer.memory.num_heads * layer.memory.head_dim
     return convert.block_table(layer.block, SELF) | {
@@ -285,14 +285,14 @@ def table(cfg: GlideConfig, target_cfg: TargetConfig) -> convert.Table:
 
 
 def detect(config: dict[str, Any], names: set[str]) -> bool:
-    """Whether these files are a GLIDE drafter's: by their config, else by their tensors."""
+    """Whether the files hold a GLIDE drafter, by their config or else by their tensors."""
     return "Glide" in (config.get("architectures") or ()) or f"{CROSS}q_proj.weight" in names
 
 
 def read_config(
     files: Files, target_cfg: TargetConfig, reused: int | None
 ) -> tuple[GlideConfig, tuple[str, ...]]:
-    """Read sizes from the tensors; InputError where they contradict the target."""
+    """Read sizes from the tensors; InputError if the files contradict the target."""
     check_pairing(files.config, layer_sizes(target_cfg))
     check_same_block(files.config, target_cfg, "config.json")
     width, found = target_cfg.block.hidden_size, files.shapes.get(f"{SELF}self_attn.k_proj.weight")

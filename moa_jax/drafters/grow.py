@@ -1,47 +1,47 @@
-"""Grows the tree that the target will verify, one level of nodes at a time.
+"""Grows the draft tree that the target verifies, one level of nodes at a time.
 
-The drafter is fed all nodes of a level at once. Each node sees its own ancestors, and gets
-candidates for its children:
+The drafter processes all nodes of a level at once. Each node sees its own ancestors, and the
+drafter returns candidates for its children:
 
-    static tree     a list of paths says which candidates become nodes, by their rank
+    static tree     a list of paths selects the candidates that become nodes, by their rank
     chain           the static tree in which every node is a first child
-    dynamic tree    the b likeliest candidates of a level are fed next; of the candidates of all
-                    levels, the M likeliest are verified
+    dynamic tree    the b most likely candidates of a level are fed next; of the candidates of all
+                    levels, the M most likely are verified
 
 An example: a dynamic tree below the root 5, with depth 4, breadth b = 2 and M = 4. Nodes are shown
-with the probability of the path that leads to them, in the order in which they were created:
+with the probability of their path from the root, in order of creation:
 
     level 1      7 .5     8 .4
     level 2      1 .25    2 .15      children of 7, the 1st node of level 1
                  3 .36    4 .04      children of 8, the 2nd
-    level 3      6 .288   9 .036     children of 3, the likeliest node of level 2
-                 6 .175   2 .05      children of 1, the second likeliest
+    level 3      6 .288   9 .036     children of 3, the most likely node of level 2
+                 6 .175   2 .05      children of 1, the second most likely
 
-`Flat` lists them by place. A parent is 0 where it is the root, else 1 + its place:
+`Flat` lists the candidates by place. A parent is 0 for the root, else 1 + the parent's place:
 
     place        0    1    2    3    4    5    6     7     8     9
     tokens_BX    7    8    1    2    3    4    6     9     6     2
     score_BX     .5   .4   .25  .15  .36  .04  .288  .036  .175  .05    (log-probabilities)
     parent_BX    0    0    1    1    2    2    5     5     3     3
 
-How level 3 came about: the b best candidates of level 2, which are at places 2 to 5, were fed.
+Level 3 is drafted from the b best candidates of level 2, which are at places 2 to 5:
 
     best_BW      2    0     the third candidate of the level and the first: the tokens 3 and 1
-    slot_BW      1    0     best // 2, since each node has 2 candidates: their parents are the 2nd
-                            node that was fed and the 1st, whose ancestors and path they take on
-    place_BW     5    3     best + 1 + 2, since 2 candidates came earlier: their children's parent
+    slot_BW      1    0     best // 2, since each node has 2 candidates: the parents are the 2nd
+                            and the 1st fed node; a child extends its parent's ancestors and path
+    place_BW     5    3     best + 1 + 2, since level 1 has 2 candidates: parent of the children
 
-What `select` makes of it. Node 0 is the root, so the i-th chosen place, from 0 on, is node i + 1:
+`select` returns the tree. Node 0 is the root, so the i-th chosen place, from 0 on, is node i + 1:
 
     chosen_BN         0    1    4    6   the M best places, sorted, so that parents come first
-    wanted_BN         0    0    2    5   their parents, as in `Flat`
+    wanted_BN         0    0    2    5   the parents of these places, as in `Flat`
     tokens_BN    5    7    8    3    6
-    parent_BN    0    0    0    2    3   the last node: its 5 means place 4; the root and 2 chosen
-    depth_BN     0    1    1    2    3   places come before that, so its parent is node 3
+    parent_BN    0    0    0    2    3   last node: wanted_BN 5 is place 4; the root and 2 chosen
+    depth_BN     0    1    1    2    3   places precede place 4, so the parent is node 3
 
-Scores are float32, and of equal scores the candidate that was created first wins, so no node is
-chosen without its parent. References: paper section 4 and EAGLE-2 (2406.16858) for dynamic trees;
-authors' inference/moa_spec.py.
+Scores are float32, and the earliest candidate wins a tie, so no node is chosen without its parent.
+References: paper section 4 and EAGLE-2 (2406.16858) for dynamic trees; authors'
+inference/moa_spec.py.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ Array = jax.Array
 
 
 class Nodes(NamedTuple):
-    """W nodes that are fed to a drafter at once, and the lengths of its caches.
+    """W nodes that a drafter processes at once, and the lengths of its caches.
 
-    A tree with root r, its children a and b, and now c, the child of a: W is 1 and X is 4.
+    A tree with root r, children a and b of r, and the current node c, a child of a: W 1 and X 4.
 
         cache row   0 ... known-1 | known ... length-1 | length   +1  +2  +3
                     verified      | fed to `go_on`     | r         a   b   c
@@ -74,32 +74,32 @@ class Nodes(NamedTuple):
     """
 
     tokens_BW: Array
-    # Among the X nodes fed in this round, which these W end; with itself. A first axis of 1
-    # serves all rows.
+    # Ancestors, including the node itself, among the X nodes fed in this round; the W nodes are
+    # the last of the X. A first axis of 1 applies to all rows.
     ancestor_BWX: Array
     length_B: Array  # tokens before the root
-    known_B: Array  # tokens whose target activations the drafter has seen
-    depth: int | Array  # levels below the root: one number, or one for each node (W)
+    known_B: Array  # tokens whose target activations are in the drafter's cache
+    depth: int | Array  # levels below the root: a single number, or an array (W,)
 
     @property
     def position_BW(self) -> Array:
-        """The position of each node in the text."""
+        """The position of each node in its sequence."""
         return jnp.broadcast_to(self.length_B[:, None] + self.depth, self.tokens_BW.shape)
 
     @property
     def start_B(self) -> Array:
-        """The cache row of the first of these nodes."""
+        """The cache row of the first of the W nodes."""
         W, X = self.ancestor_BWX.shape[1:]
         return self.length_B + X - W
 
     @property
     def seen(self) -> masks.Sight:
-        """Mask of self-attention: the tokens before the root, and ancestors."""
+        """Mask of self-attention: all tokens before the root, and ancestors."""
         return masks.sight(self.length_B, self.ancestor_BWX)
 
     @property
     def known(self) -> masks.Sight:
-        """Mask of the attention to the target's activations."""
+        """Mask of attention to the target's activations."""
         return masks.sight(self.known_B)
 
 
@@ -108,7 +108,7 @@ Step = Callable[[Params, Shared, Cache, Nodes], tuple[Array, Cache]]
 
 
 def by_level(step: Step) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`propose` and `go_on` of a `Drafter` that predicts the children of all nodes it is fed."""
+    """`propose` and `go_on` of a `Drafter` whose `step` predicts the children of its nodes."""
 
     def propose(
         params: Params,
@@ -149,7 +149,7 @@ Feed = Callable[[Cache, Array, Array, int], tuple[Array, Any]]
 def grow(
     feed: Feed, cache: Cache, root_B: Array, shape: DraftShape, guide: Guide
 ) -> tuple[Tree, Cache]:
-    """The tree that `shape` asks for, from the root, and the cache with its rows written."""
+    """Drafts a tree of `shape` from the root; returns the tree and the cache with its rows."""
     how = _grow_dynamic if shape.is_dynamic else _grow_static
     return how(feed, cache, root_B, shape, guide)
 
@@ -158,11 +158,11 @@ def grow(
 
 
 class Level(NamedTuple):
-    """The nodes that are fed together."""
+    """Nodes that are fed together."""
 
     tokens_BW: Array
     ancestor_BWX: Array  # see `Nodes`
-    path_BWP: Array  # the tokens from the root to the node itself
+    path_BWP: Array  # the tokens from the root to the node, inclusive
     depth: int
 
 
@@ -171,7 +171,7 @@ class Candidates(NamedTuple):
 
     tokens_BWk: Array
     log_prob_BWk: Array
-    draft_BWV: Array | None  # the law that they were drawn from
+    draft_BWV: Array | None  # the probs that the candidates were sampled from
 
 
 def _root(root_B: Array) -> Level:
@@ -181,13 +181,13 @@ def _root(root_B: Array) -> Level:
 def _expand(
     feed: Feed, cache: Cache, level: Level, count: int, guide: Guide
 ) -> tuple[Candidates, Cache]:
-    """Feeds one level and chooses candidates for the children of its nodes."""
+    """Feeds one level and chooses candidates for the children of the level's nodes."""
     logits_BWU, cache = feed(cache, level.tokens_BW, level.ancestor_BWX, level.depth)
     return _choose(logits_BWU, level, count, guide), cache
 
 
 def _choose(logits_BWU: Array, level: Level, count: int, guide: Guide) -> Candidates:
-    """The `count` best, best first; Gumbel noise makes them a draw without replacement."""
+    """The `count` best candidates, best first; with Gumbel noise, samples without replacement."""
     adjusted_BWU = guide.adjusted(logits_BWU.astype(jnp.float32), level.path_BWP)
     if guide.noise is None:
         index_BWk, log_prob_BWk = _likeliest(adjusted_BWU, count)
@@ -197,7 +197,7 @@ def _choose(logits_BWU: Array, level: Level, count: int, guide: Guide) -> Candid
         _, index_BWk = top_k(adjusted_BWU + guide.noise(W, level.depth + 1, U), count)
         log_prob_BWk = jnp.take_along_axis(adjusted_BWU, index_BWk, axis=-1)
         draft_BWV = jnp.exp(adjusted_BWU)
-    # Ids of the draft vocabulary become the target's.
+    # Map ids of the draft vocabulary to the target's ids.
     if guide.ids_U is not None:
         index_BWk = guide.ids_U[index_BWk]
         if draft_BWV is not None:
@@ -207,12 +207,13 @@ def _choose(logits_BWU: Array, level: Level, count: int, guide: Guide) -> Candid
 
 
 def _likeliest(logits_BWU: Array, count: int) -> tuple[Array, Array]:
-    """The places of the `count` largest logits, and their entries of `jax.nn.log_softmax`.
+    """The indices of the `count` largest logits, and their entries of `jax.nn.log_softmax`.
 
-    The rest of that is never made. What is made is made with the same arithmetic.
+    The other entries are not computed. The computed entries use the arithmetic of `log_softmax`.
     """
     logit_BWk, index_BWk = top_k(logits_BWU, count)
-    # Else XLA cuts the first from a sort of all logits, in 3 ms; of a cut vocabulary it has none.
+    # Without the barrier XLA slices `most_BW1` from a sort of all logits, in 3 ms; XLA does not
+    # sort a vocabulary that is split over a mesh.
     if traced_platform() == "cpu" and not sharding.is_cut():
         logit_BWk, index_BWk = lax.optimization_barrier((logit_BWk, index_BWk))
     most_BW1 = logit_BWk[..., :1]
@@ -224,31 +225,31 @@ def _likeliest(logits_BWU: Array, count: int) -> tuple[Array, Array]:
 
 
 class StaticLevel(NamedTuple):
-    """Which candidates become the nodes of a level, and which of these are fed next.
+    """The candidates that become the nodes of a level, and the nodes that are fed next.
 
     The levels below the root for the paths (0) (1) (1, 0) (1, 1), which are the nodes 1 to 4:
 
         level          1       2
         node           1  2    3  4
-        slot           0  0    0  0     which node of the level above, of those that were fed
-        rank           0  1    0  1     which of its candidates
-        fed            1                which nodes of this level have children: the second
-        ancestor_WX    1  1             it sees the root and itself; node 1 is not fed
+        slot           0  0    0  0     index of the parent among the fed nodes of the level above
+        rank           0  1    0  1     index among the candidates of the parent
+        fed            1                indices of this level's nodes with children: the second
+        ancestor_WX    1  1             node 2 sees the root and itself; node 1 is not fed
 
-    The slot of nodes 3 and 4 is 0 although their parent is the second of its level: it is the
-    only one that was fed, so its candidates are the only ones.
+    The slot of nodes 3 and 4 is 0 although their parent, node 2, is the second node of level 1:
+    node 2 is the only fed node of that level.
     """
 
     slot: np.ndarray
     rank: np.ndarray
     fed: np.ndarray
-    ancestor_WX: np.ndarray  # of the nodes fed next, among all X fed by then
+    ancestor_WX: np.ndarray  # of the W nodes fed next, among the X nodes fed so far, inclusive
 
 
 def static_levels(paths: tuple[tuple[int, ...], ...]) -> list[StaticLevel]:
-    """The levels of a static tree below its root, from all its paths but ()."""
+    """The levels of a static tree below its root, from all paths except ()."""
     parents = {path[:-1] for path in paths}
-    above: list[tuple[int, ...]] = [()]  # what was fed of the level above
+    above: list[tuple[int, ...]] = [()]  # the fed nodes of the level above
     all_fed: list[tuple[int, ...]] = [()]
     levels = []
     for depth in range(1, 1 + max(map(len, paths), default=0)):
@@ -267,15 +268,15 @@ def static_levels(paths: tuple[tuple[int, ...], ...]) -> list[StaticLevel]:
 def _grow_static(
     feed: Feed, cache: Cache, root_B: Array, shape: DraftShape, guide: Guide
 ) -> tuple[Tree, Cache]:
-    """Nodes at fixed places."""
+    """Grows a tree whose paths are fixed."""
     level, tokens, laws = _root(root_B), [root_B[:, None]], []
     for slot, rank, fed, ancestor_WX in static_levels(shape.tree_paths):
-        # 1. Feed the level above: each node of this one is a candidate of its parent.
+        # 1. Feed the level above: each node of this level is a candidate of its parent.
         found, cache = _expand(feed, cache, level, int(rank.max()) + 1, guide)
         tokens_BW = found.tokens_BWk[:, slot, rank]
         tokens.append(tokens_BW)
         laws.append(found.draft_BWV)
-        # 2. The nodes that have children are fed next.
+        # 2. The nodes with children are fed next.
         path_BWP = level.path_BWP[:, slot[fed]]
         level = Level(
             tokens_BW[:, fed],
@@ -288,7 +289,7 @@ def _grow_static(
 
 
 def static_tree(tokens_BN: Array, paths: tuple[tuple[int, ...], ...]) -> Tree:
-    """The tree of a root and these paths below it, with its tokens in that order."""
+    """The tree of the root and the given paths; `tokens_BN` has the root first, then the paths."""
     all_paths = ((), *paths)
     node_of = {path: node for node, path in enumerate(all_paths)}
     parent_N = np.array([node_of[path[:-1]] for path in all_paths], np.int32)
@@ -299,7 +300,7 @@ def static_tree(tokens_BN: Array, paths: tuple[tuple[int, ...], ...]) -> Tree:
 
 
 def _laws(fed: list[Array | None], paths: tuple[tuple[int, ...], ...]) -> Array | None:
-    """For sampled drafts, the drafter's law at every node (B, N, V): zeros at leaves."""
+    """The drafter's probs (B, N, V) at the nodes of a sampled draft, zeros at leaves; else None."""
     if not fed or fed[0] is None:
         return None
     fed_BXV = jnp.concatenate(fed, axis=1)
@@ -313,18 +314,18 @@ def _laws(fed: list[Array | None], paths: tuple[tuple[int, ...], ...]) -> Array 
 
 
 class Flat(NamedTuple):
-    """All candidates so far, in order of creation; the example above shows one."""
+    """All candidates so far, in order of creation; see the example of the module."""
 
     tokens_BX: Array
     score_BX: Array  # log-probability of the path
-    parent_BX: Array  # 0 the root, else 1 + the parent's place in this list
+    parent_BX: Array  # 0 for the root, else 1 + the parent's place in this list
     depth: tuple[int, ...]
 
 
 def _grow_dynamic(
     feed: Feed, cache: Cache, root_B: Array, shape: DraftShape, guide: Guide
 ) -> tuple[Tree, Cache]:
-    """`breadth` candidates a node; the best of each level are fed, the best of all verified."""
+    """Drafts `breadth` candidates per node; feeds each level's best and returns the best of all."""
     B, b = root_B.shape[0], shape.breadth
     level, place_BW = _root(root_B), jnp.zeros((B, 1), jnp.int32)
     score_BW = jnp.zeros((B, 1), jnp.float32)  # log-probability of each node's path
@@ -332,26 +333,26 @@ def _grow_dynamic(
     for depth in range(1, shape.depth):
         # 1. Feed the level: every node gets b candidates.
         found, cache = _expand(feed, cache, level, b, guide)
-        # 2. Append them to the list.
+        # 2. Append the candidates to the list.
         num_earlier = sum(len(flat.depth) for flat in flats)
         score_BX = (score_BW[..., None] + found.log_prob_BWk).reshape(B, -1)
         parent_BX = jnp.repeat(place_BW, b, axis=1)
         depths = (depth,) * score_BX.shape[1]
         flats.append(Flat(found.tokens_BWk.reshape(B, -1), score_BX, parent_BX, depths))
-        # 3. The b best of them are fed next.
+        # 3. The b best candidates of the level are fed next.
         if depth < shape.depth - 1:
             level, score_BW, best_BW = _frontier(level, flats[-1], b)
             place_BW = 1 + num_earlier + best_BW
-    # 4. The best of all levels are the tree.
+    # 4. The best candidates of all levels form the tree.
     arrays = (jnp.concatenate(parts, axis=1) for parts in list(zip(*flats, strict=True))[:3])
     flat = Flat(*arrays, sum((flat.depth for flat in flats), ()))
     return select(root_B, flat, shape), cache
 
 
 def _frontier(level: Level, flat: Flat, breadth: int) -> tuple[Level, Array, Array]:
-    """The best candidates below a level as the next level, their scores, and their places.
+    """The best candidates of a level as the next level, their scores, and their places.
 
-    The places (B, W) are those within `flat`, which holds the candidates of this level alone.
+    The places (B, W) are indices into `flat`, which holds the candidates of this level only.
     """
     score_BW, best_BW = lax.top_k(flat.score_BX, breadth)
     candidates_each = flat.score_BX.shape[1] // level.tokens_BW.shape[1]
@@ -371,17 +372,17 @@ def _frontier(level: Level, flat: Flat, breadth: int) -> tuple[Level, Array, Arr
 
 def select(root_B: Array, flat: Flat, shape: DraftShape) -> Tree:
     """The tree of the most likely candidates."""
-    # 1. The best places in order of creation.
+    # 1. Choose the best places, in order of creation.
     _, chosen_BN = lax.top_k(flat.score_BX, shape.num_drafted)
     chosen_BN = jnp.sort(chosen_BN, axis=1)
     tokens_BN = jnp.take_along_axis(flat.tokens_BX, chosen_BN, axis=1)
-    # 2. Parents as nodes of the tree. Before a parent's node come the root and all chosen places
-    # that are smaller than its own; for these 1 + place < wanted.
+    # 2. Map parents to nodes of the tree. The root and all chosen places below the parent's place
+    # precede the parent's node; for these places, 1 + place < wanted.
     wanted_BN = jnp.take_along_axis(flat.parent_BX, chosen_BN, axis=1)
     before_BNN = (chosen_BN + 1)[:, None, :] < wanted_BN[..., None]
     node_BN = 1 + jnp.sum(before_BNN, axis=-1, dtype=jnp.int32)
     parent_BN = jnp.where(wanted_BN == 0, 0, jnp.minimum(node_BN, shape.num_drafted))
-    # 3. The root in front.
+    # 3. Prepend the root.
     depth_BN = jnp.asarray(np.array(flat.depth, np.int32))[chosen_BN]
     first = lambda value, rows_BN: jnp.concatenate([value, rows_BN], axis=1)
     zero_B1 = jnp.zeros((len(root_B), 1), jnp.int32)
@@ -397,7 +398,7 @@ def select(root_B: Array, flat: Flat, shape: DraftShape) -> Tree:
 def ancestors(parent_BN: Array, depth: int) -> Array:
     """The ancestor matrix (B, N, N) of a tree of `depth` levels, from its parents.
 
-    Each turn copies every parent's row of the turn before, and so reaches one level further up.
+    Each iteration copies every parent's row of the previous iteration, and so adds one level.
     """
     B, N = parent_BN.shape
     itself_BNN = jnp.broadcast_to(jnp.eye(N, dtype=bool), (B, N, N))

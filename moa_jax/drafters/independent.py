@@ -1,15 +1,15 @@
-"""Small models as drafters: they see tokens, and none of the target's activations.
+"""Small models as drafters, which read tokens and no activations of the target.
 
-    independent            a whole model, of any width, with the target's ids for tokens
+    independent            a whole model, of any width, with the target's token ids
     independent-borrowed   the decoder layers and final norm of a model of the target's width,
                            between the target's embedding and the target's head
 
-The first is what others call a draft model; the second is that of the MoA paper's code (its
-train/independent.py). In training as in decoding, each token sees all tokens before it.
+The first kind is usually called a draft model; the second kind is that of the MoA paper's code (its
+train/independent.py). In training and in decoding, each token sees all earlier tokens.
 
-Embeddings of one vocabulary may have different numbers of rows, since some are padded. Of a model
-with more rows than the target the last logits are left out. One with fewer rows proposes only ids
-that it has a row for, and reads every other id as its last row.
+Embeddings of the same vocabulary may have different numbers of rows, since some are padded. The
+last logits of a model with more rows than the target are dropped. A model with fewer rows drafts
+only ids that have a row, and reads any other id as its last row.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ OUTER = ("embed", "lm_head")  # parts of a model besides its layers and final no
 
 
 class Small(NamedTuple):
-    """A small model, and where its weights come from."""
+    """A small model, and the source of its weights."""
 
     model: TargetConfig
     # (params, shared) -> a whole model's weights
     weights: Callable[[Params, Shared], Params]
-    learns_features: bool  # whether what goes to the head should resemble the target's
-    num_ids: int  # of the target, for which it has embeddings
+    learns_features: bool  # whether training fits the head's input to the target's
+    num_ids: int  # number of target ids that have an embedding
 
 
 def make_own(
     cfg: IndependentConfig, target_cfg: TargetConfig, objective: Objective | None = None
 ) -> Drafter:
-    """A whole model; `objective` matters for training only."""
+    """A drafter with a whole model; `objective` matters for training only."""
     if objective is not None:  # files come with tokenizers, a training config does not
         check_pairing(target_sizes(cfg.model), {"vocab_size": target_cfg.vocab_size})
     num_ids = min(cfg.model.vocab_size, target_cfg.vocab_size)
@@ -93,7 +93,7 @@ def _make(small: Small, objective: Objective | None, init: Callable[[Array], Par
 
 
 def head(small: Small, params: Params, shared: Shared, feature_BTD: Array) -> Array:
-    """Logits of its own head or, if it borrows, of the target's; none of rows beyond its ids."""
+    """Logits of the model's own or the borrowed head, without rows beyond `num_ids`."""
     return llama.unembed(small.weights(params, shared), feature_BTD)[..., : small.num_ids]
 
 
@@ -109,7 +109,7 @@ def extend(
     length_B: Array,
     digest: tuple[()],
 ) -> llama.Caches:
-    """Runs the model over verified tokens; in a drafted tree their rows stood elsewhere."""
+    """Runs the model over verified tokens, whose rows in a drafted tree were at other positions."""
     T = tokens_BT.shape[1]
     position_BT = length_B[:, None] + jnp.arange(T)
     context = llama.Context(position_BT, masks.sight(length_B, masks.line(T)), caches)
@@ -128,7 +128,7 @@ def step(
 def _forward(
     small: Small, params: Params, shared: Shared, tokens_BT: Array, context: llama.Context
 ) -> llama.Pass:
-    """A pass in which the last id with an embedding stands for ids that have none."""
+    """A pass that replaces ids without an embedding by the last id with an embedding."""
     tokens_BT = jnp.minimum(tokens_BT, small.num_ids - 1)
     return llama.forward(small.model, small.weights(params, shared), tokens_BT, context)
 
@@ -144,10 +144,10 @@ def feature(small: Small, params: Params, shared: Shared, batch: Batch, dtype: A
 
 
 def make_loss(small: Small, objective: Objective) -> DrafterLoss:
-    """The token loss and, where the head is the target's, the distance of features.
+    """The token loss and, with a borrowed head, the distance of features.
 
-    References: authors' train/independent.py, which starts from a trained model and leaves its
-    final norm as it is; here the model starts from random weights, and the norm is learnt too.
+    References: authors' train/independent.py, which starts from a trained model and freezes its
+    final norm; our model starts from random weights, and its norm is trained too.
     """
 
     def loss(
@@ -189,14 +189,14 @@ def borrowed_table(cfg: BorrowedConfig, target_cfg: TargetConfig) -> convert.Tab
 
 
 def detect_own(config: dict[str, Any], names: set[str]) -> bool:
-    """Whether these are the files of a whole model."""
+    """Whether the files hold a whole model."""
     return {"model.embed_tokens.weight", "model.norm.weight"} <= names
 
 
 def read_own(
     files: Files, target_cfg: TargetConfig, reused: int | None
 ) -> tuple[IndependentConfig, tuple[str, ...]]:
-    """Read a model's config."""
+    """Read a model's config, with a notice if its files untie the head from the embedding."""
     cfg = _model_config(files)
     model = with_own_head(cfg, files.shapes, files.read)
     if model == cfg:
@@ -208,10 +208,10 @@ def read_own(
 def read_borrowed(
     files: Files, target_cfg: TargetConfig, reused: int | None
 ) -> tuple[BorrowedConfig, tuple[str, ...]]:
-    """Read a model's config; InputError where its width is not the target's.
+    """Read a model's config; InputError if its width is not the target's.
 
-    A notice names an embedding or a head in the files: it was the trained model's own, and may
-    differ from the target's (authors' train/independent.py).
+    A notice lists an embedding or a head in the files, which is not used: that of the trained
+    model may differ from the target's (authors' train/independent.py).
     """
     check_pairing(files.config, {"hidden_size": target_cfg.block.hidden_size})
     own = [name for name in (EMBEDDING, HEAD) if name in files.shapes]
@@ -228,7 +228,7 @@ def _model_config(files: Files) -> TargetConfig:
 def write_own(
     cfg: IndependentConfig, target_cfg: TargetConfig, layout: FileLayout = "ours"
 ) -> dict[str, Any]:
-    """The config.json of the model itself, which any program that reads models can read."""
+    """The config.json of the model, readable by any library that loads models."""
     if layout == "speculators":
         raise InputError(f"layout {layout} knows no models of their own: choose vllm or ours")
     return target_config_to_hf(cfg.model)
@@ -237,7 +237,7 @@ def write_own(
 def write_borrowed(
     cfg: BorrowedConfig, target_cfg: TargetConfig, layout: FileLayout = "ours"
 ) -> dict[str, Any]:
-    """The config.json of the whole model; no other library reads files without OUTER."""
+    """The config.json of the whole model; no other library loads files without OUTER."""
     if layout != "ours":
         raise InputError(
             f"layout {layout} knows no models that borrow embedding and head: choose ours"
@@ -252,11 +252,11 @@ OWN = DrafterKind(
     lambda cfg, target_cfg: convert.target_table(cfg.model),
     write_own,
     make_own,
-    extras=(HEAD,),  # the second copy of a tied head
+    extras=(HEAD,),  # a second copy of a tied head
 )
 BORROWED = DrafterKind(
     BorrowedConfig,
-    lambda config, names: False,  # its layers look like those of a whole model
+    lambda config, names: False,  # the files look like those of a whole model
     read_borrowed,
     borrowed_table,
     write_borrowed,

@@ -1,4 +1,4 @@
-"""What drafters of every kind are trained for: token losses and feature distances."""
+"""Training objectives that all drafter kinds share: token losses and weighted feature losses."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from moa_jax.model import chunks, llama, sharding
 
 Array = jax.Array
 Parts = dict[str, Array]
-# Some tokens: the target's states, and of each draft the features and the weights of tokens.
+# The target's states, and per draft the features and the token weights.
 Piece = tuple[Array, list[Array], list[Array]]
 
 
 class Draft(NamedTuple):
-    """Features of a pass of the drafter, and the tokens that count."""
+    """Features of one drafter pass, and the tokens that the loss includes."""
 
-    feature_BTD: Array  # goes to the head
-    response_BT: Array  # the answer tokens that count
+    feature_BTD: Array  # input of the head
+    response_BT: Array  # the answer tokens that the loss includes
 
 
 class _Scorer(NamedTuple):
-    """Scores of some tokens, a piece of them at a time."""
+    """Computes losses and metrics, one `Piece` of tokens at a time."""
 
     loss: LossConfig
     draft_ids: tuple[int, ...] | None
@@ -37,7 +37,7 @@ class _Scorer(NamedTuple):
     head: Callable[[Array], Array]
 
     def target_of(self, hidden_BTD: Array) -> tuple[Array, Array | float]:
-        """The target's logits, and which tokens are known to a drafter with `draft_ids`."""
+        """The target's logits of the draft ids, and whether its argmax is among these ids."""
         target_BTU = llama.unembed(self.shared, hidden_BTD)
         if self.draft_ids is None:
             return target_BTU, 1.0
@@ -48,7 +48,7 @@ class _Scorer(NamedTuple):
     def of_draft(
         self, feature_BTD: Array, target_BTU: Array, share_BT: Array
     ) -> tuple[Array, Parts]:
-        """The loss that is trained, and all sums."""
+        """The training loss, and all sums."""
         each = _each_token(self.loss, target_BTU, self.head(feature_BTD))
         parts = {name: jnp.sum(value_BT * share_BT) for name, value_BT in each.items()}
         return parts[self.loss.token], parts
@@ -56,7 +56,7 @@ class _Scorer(NamedTuple):
     def sums(self, piece: Piece) -> list[Parts]:
         hidden_BTD, features, shares = piece
         target_BTU, known_BT = self.target_of(hidden_BTD)
-        # Hold the logits of one draft at a time.
+        # Stores the logits of one draft at a time.
         one = jax.checkpoint(self.of_draft) if len(features) > 1 else self.of_draft
         pairs = zip(features, shares, strict=True)
         return [one(x_BTD, target_BTU, share_BT * known_BT)[1] for x_BTD, share_BT in pairs]
@@ -78,16 +78,16 @@ def token_losses(
     drafts: Sequence[Draft],
     draft_ids: tuple[int, ...] | None = None,
 ) -> list[Parts]:
-    """For each of `drafts`, the token loss that `objective` names and the measures beside it.
+    """The token loss that `objective` selects and further metrics, for each of `drafts`.
 
-    They are means over the answer tokens of a draft; a gradient they have for that loss alone. The
-    target's head, in `shared`, makes logits of `hidden_BTD` once for all drafts, and `head` makes
-    the drafter's of their features, a chunk of tokens at a time; on a mesh each device does so for
-    its part of the vocabulary. Without a `head` of its own a drafter uses the target's, which is
-    frozen: then gradients are made while the logits are there, and no logits are made again.
+    The values are means over the answer tokens of a draft; only the selected loss has a gradient.
+    The target's head, in `shared`, computes the logits of `hidden_BTD` once for all drafts, and
+    `head` computes the drafter's logits of the features, one chunk of tokens at a time; on a mesh
+    each device computes its part of the vocabulary. With `head` None the drafter uses the target's
+    frozen head: gradients are then computed along with the logits, which are not recomputed.
 
-    With `draft_ids` the target's law is taken over these ids only, and tokens count only where the
-    target's choice is one of them (EAGLE-3, 2503.01840).
+    With `draft_ids` the target's distribution is taken over these ids only, and the loss includes
+    a token only if the target's argmax is one of these ids (EAGLE-3, 2503.01840).
     """
     shares = [losses.answer_share(draft.response_BT) for draft in drafts]
     piece = (hidden_BTD, [draft.feature_BTD for draft in drafts], shares)
@@ -101,7 +101,7 @@ def token_losses(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _in_one_sweep(loss: LossConfig, size: int, shared: Shared, *piece: Any) -> list[Parts]:
-    """Scores of a `Piece` by the frozen head; nothing but the features has a gradient."""
+    """Losses and metrics of a `Piece` by the frozen head; only the features have a gradient."""
     return chunks.sum_over(_by_target(loss, shared).sums, piece, size)
 
 
@@ -141,7 +141,7 @@ def _each_token(cfg: LossConfig, target_BTU: Array, draft_BTU: Array) -> Parts:
 def weighted(
     cfg: LossConfig, parts: Parts, feature: Array | None, progress: Array
 ) -> tuple[Array, Parts]:
-    """The loss and all its parts, as metrics; the weight of `feature` fades as `cfg` says.
+    """The loss, and a dict of the loss and its parts; `feature_fade` fades the feature weight.
 
     References: paper section 3.4 and authors' train/moa_spec.py for the default weights,
     0.1 x cross-entropy + feature distance.

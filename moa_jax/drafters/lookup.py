@@ -1,27 +1,27 @@
-"""Prompt lookup: drafts the tokens that followed the last tokens at their latest occurrence.
+"""Prompt lookup: drafts the tokens after the latest earlier occurrence of the last tokens.
 
     tokens      the cat sat . so the cat | sat . so      root: cat, the newest committed token
                 --- ===          --- ===                 its longest match is earlier in the
                         ........                         sequence; its continuation is drafted
 
-A match is the root with as many tokens before it as possible, from `longest_match` down to
-`shortest_match`; the latest of equally long matches counts. A continuation that reaches the root
-repeats its own tokens, so a repeating sequence is drafted to any depth. Prompt lookup drafts
-chains, has no weights and needs no training. It has no probabilities, so candidates are never
+A match is the longest suffix ending in the root that occurs earlier, of `longest_match` down to
+`shortest_match` tokens; the latest of equally long matches is used. A continuation that reaches the
+root repeats its own tokens, so a repeating sequence is drafted to any depth. Prompt lookup drafts
+chains, has no weights and needs no training. Candidates have no probabilities, so they are never
 sampled.
 
-An example: a chain of D = 2 tokens. The root is the token 1 at position 6; the row after it is left
-over from an earlier round:
+An example: a chain of D = 2 tokens. The root is the token 1 at position 6; the row after the root
+is left over from an earlier round:
 
     position         0  1  2  3  4  5  6 | 7
     text_BS          1  4  6  1  4  5  1 | 9
     count_BS         1  0  0  1  0  0  0   0     positions 0 and 3 match by one token: no token is
-                                                 before 0, and before 3 is a 6, not a 5
+                                                 before position 0; a 6, not a 5, is before 3
     score_BS         8 -1 -1 11 -1 -1 -1  -1     count * 8 + position: the longest, then the latest
     tokens_BD        4  5                        the tokens after position 3
 
 The positions i + 1 to 6 are a period of 6 - i tokens: token j of the continuation of position i is
-the one at i + 1 + j % (6 - i). After position 5 it is 1 1: the root repeats.
+the token at position i + 1 + j % (6 - i). The continuation of position 5 is 1 1, a repeated root.
 
 References: Saxena's prompt lookup decoding; 2304.04487 for drafts copied from the context.
 """
@@ -47,7 +47,7 @@ Array = jax.Array
 def make(
     cfg: LookupConfig, target_cfg: TargetConfig, objective: Objective | None = None
 ) -> Drafter:
-    """The drafter as pure functions. Raises InputError where there is an objective to train for."""
+    """The drafter as pure functions; raises InputError if a training `objective` is given."""
     if objective is not None:
         _untrained()
     return Drafter(
@@ -61,7 +61,7 @@ def make(
         loss=_untrained,
         teacher_forced=_untrained,
         head=_untrained,
-        own_head=True,  # a draft vocabulary has nothing to slice
+        own_head=True,  # a draft vocabulary has no head to slice
         chains_only=True,
     )
 
@@ -78,13 +78,13 @@ def extend(
     length_B: Array,
     digest: tuple[()],
 ) -> Array:
-    """The sequences (B, S), with these tokens written from position `length` on."""
+    """The sequences (B, S), with `tokens_BT` written from position `length` on."""
     write = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (start,)))
     return write(text_BS, tokens_BT, length_B)
 
 
 def make_propose(cfg: LookupConfig) -> Callable[..., tuple[Tree, Array]]:
-    """The chain of a shape, NOTHING without a match; raises InputError for a tree."""
+    """A `propose` that drafts a chain, NOTHING without a match; raises InputError for a tree."""
 
     def propose(
         params: Params,
@@ -105,14 +105,14 @@ def make_propose(cfg: LookupConfig) -> Callable[..., tuple[Tree, Array]]:
 
 
 def match_lengths(cfg: LookupConfig, text_BS: Array, length_B: Array) -> Array:
-    """The number of tokens up to each position that equal those up to the root, (B, S).
+    """The number of tokens up to each position that equal the tokens up to the root, (B, S).
 
-    Positions before the root have 0, or `shortest_match` to `longest_match`; others have 0.
+    Values are 0, or from `shortest_match` to `longest_match`; 0 from the root's position on.
     """
     S = text_BS.shape[1]
     index_S, same_BS = jnp.arange(S), True
     count_BS = jnp.zeros(text_BS.shape, jnp.int32)
-    for back in range(cfg.longest_match):  # `same_BS`: the last `back` + 1 tokens are the same
+    for back in range(cfg.longest_match):  # `same_BS`: the last `back` + 1 tokens are equal
         at_root_B1 = jnp.take_along_axis(text_BS, jnp.maximum(length_B[:, None] - back, 0), axis=1)
         same_BS &= (jnp.roll(text_BS, back, axis=1) == at_root_B1) & (index_S >= back)
         count_BS += same_BS

@@ -13,7 +13,7 @@ Array = jax.Array
 def answer_share(response_BT: Array) -> Array:
     """Each token's weight in a mean over the batch's answer tokens; all 0 if there are none.
 
-    The small constant in the divisor is the authors' (train/moa_spec.py).
+    The divisor's small constant is that of the authors' code (train/moa_spec.py).
     """
     return response_BT / (jnp.sum(response_BT) + 1e-5)
 
@@ -24,7 +24,7 @@ def answer_mean(value_BT: Array, response_BT: Array) -> Array:
 
 
 def soft_cross_entropy(target_logits_BTV: Array, draft_logits_BTV: Array) -> Array:
-    """- sum_v p(v) log q(v) per token, where p is the target's distribution, q the drafter's."""
+    """- sum_v p(v) log q(v) per token; p is the target's distribution, q the drafter's."""
     p = jax.nn.softmax(target_logits_BTV, axis=-1)
     return -jnp.sum(p * jax.nn.log_softmax(draft_logits_BTV, axis=-1), axis=-1)
 
@@ -38,7 +38,7 @@ def relative_entropy(target_logits_BTV: Array, draft_logits_BTV: Array) -> Array
 def overlap(target_logits_BTV: Array, draft_logits_BTV: Array) -> Array:
     """sum_v min(p(v), q(v)) per token: the chance that a draft sampled from q is accepted.
 
-    References: 2211.17192, theorem 3.5; one minus it is the total variation of p and q.
+    References: 2211.17192, theorem 3.5; 1 - overlap is the total variation of p and q.
     """
     p, q = (jax.nn.softmax(x, axis=-1) for x in (target_logits_BTV, draft_logits_BTV))
     return jnp.sum(jnp.minimum(p, q), axis=-1)
@@ -56,9 +56,9 @@ def smooth_l1(a: Array, b: Array) -> Array:
 
 
 def next_token_loss(logits_BTV: Array, batch: Batch) -> tuple[Array, dict[str, Array]]:
-    """Mean cross-entropy of the next token, over tokens that have one in their conversation.
+    """Mean cross-entropy of the next token, over tokens with a next token in their conversation.
 
-    Metrics: `loss`, and `accuracy` over the tokens that are answers.
+    Metrics: `loss`, and `accuracy` over answer tokens.
     """
     label_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
     next_segment_BT = jnp.roll(batch.segment_BT, -1, axis=1).at[:, -1].set(0)
@@ -74,9 +74,9 @@ def next_token_loss(logits_BTV: Array, batch: Batch) -> tuple[Array, dict[str, A
 def agreement_by_distance(
     hit_BT: Array, distance_BT: Array, response_BT: Array, horizon: int
 ) -> tuple[Array, Array]:
-    """Share of positions with the target's token, by steps since the last known token.
+    """Positions that match the target's token, by distance from the last known token.
 
-    Returns hits and counts, (horizon,) each: entry k - 1 is of distance k, that is, of the k-th
+    Returns hits and counts, (horizon,) each: entry k - 1 is for distance k, that is, for the k-th
     drafted token of a round.
     """
     step_J = jnp.arange(1, horizon + 1)
@@ -85,5 +85,5 @@ def agreement_by_distance(
 
 
 def simulated_tau(rate_J: Array) -> Array:
-    """Tokens per verification of a chain, were acceptances independent: 1 + sum of products."""
+    """Tokens per verification of a chain with independent acceptances: 1 + sum of products."""
     return 1.0 + jnp.sum(jnp.cumprod(rate_J))

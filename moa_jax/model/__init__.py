@@ -1,11 +1,11 @@
 """The Llama family as pure functions.
 
 axes.py       the key to array names       llama.py      a whole target: one pass over T tokens
-layers.py     the parts of a layer         masks.py      who may attend to whom, in pictures
-cache.py      keys and values, by rows     chunks.py     work along the token axis in pieces
+layers.py     the parts of a layer         masks.py      attention masks, with pictures
+cache.py      key-value caches             chunks.py     work along the token axis in chunks
 sharding.py   arrays on a mesh             convert.py    stored names <-> parameter trees
-pieces.py     vocabularies in pieces       panels.py     weights as CPUs multiply them fast
+pieces.py     top-k over a vocabulary      panels.py     weight layout for fast CPU matmuls
 attention.py  over caches and passes; its kernels are attention_gpu.py, attention_tpu.py, and
               attention_intervals.py for training
-rotary.py     heads turned by positions    quantise.py   weights in eight bits
+rotary.py     rotary position embeddings   quantise.py   8-bit weights
 """

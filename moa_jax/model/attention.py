@@ -1,18 +1,18 @@
-"""Grouped softmax attention: within a pass, and over a cache of which a pass sees a part.
+"""Grouped softmax attention, within a pass or over the visible rows of a key-value cache.
 
-Within a pass, in training, each token sees an interval of rows. GPUs and TPUs take them in blocks
-whose scores stay on the chip (`attention_intervals.py`); elsewhere an einsum makes all scores.
+In training, each token attends to intervals of rows of its own pass. On GPUs and TPUs kernels keep
+the scores on chip (`attention_intervals.py`); on other devices an einsum stores all scores.
 
     row of a cache   0 ......... n-1 | n ....... n+X-1 | n+X ....... S-1
                      prefix: all see | tree: ancestors | left-overs, never seen
                      every row       |                 |
 
-Allocated rows are S, used rows n + X. The einsum reads all S under a mask, but on a CPU of several
-long caches, and of one for a chunk of a prompt, a quarter, half or all, as the longest text needs.
-The kernels of accelerators read the n rows of the prefix, which need no mask but their number, and
-apart from these the X rows of the tree. They join the two by their log-sum-exps. `attend_cached`
-chooses: a program compiled for a GPU gets Pallas-Triton, one for a TPU gets Pallas, any other the
-einsum. On a mesh each device does this for its heads and its rows of the batch.
+A cache has S allocated rows, of which n + X are used. The einsum reads all S rows under a mask.
+On a CPU, for a batch of long caches or a chunk of a prompt, the einsum reads a quarter, half or all
+of the rows, depending on the longest sequence. Kernels read the n prefix rows, which need only
+their number as a mask, separately from the X tree rows, and join both parts by their log-sum-exps.
+`attend_cached` selects the implementation: Pallas-Triton in a program compiled for a GPU, Pallas
+for a TPU, the einsum otherwise. On a mesh each device computes its own heads and batch rows.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from moa_jax.runtime.devices import traced_platform
 
 Array = jax.Array
 
-LONG = 512  # rows of caches of several texts that a CPU reads as far as they are used
-MANY = 32  # tokens of one text for which it does so too: a chunk of a prompt, and few trees
-QUERY_CHUNK = 512  # tokens whose attention scores are held at a time
-INTERVALS = "scores_of_intervals_"  # names operations, before a number of parts, for `flops.py`
+LONG = 512  # minimum cache rows for which a CPU reads only the used part of a batch's caches
+MANY = 32  # minimum tokens for which a CPU does so for one sequence: a prompt chunk, few trees
+QUERY_CHUNK = 512  # query tokens whose attention scores are stored at a time
+INTERVALS = "scores_of_intervals_"  # prefix of a named scope, before a number of parts: `flops.py`
 
 
-# Within a pass intervals or a mask (B, T, S), a sight where there is a cache.
+# `Intervals` or a mask (B, T, S) within a pass; a `Sight` over a cache.
 Seen = Array | Intervals | Sight
 _by_einsum = ContextVar("_by_einsum", default=False)
 
 
 @contextlib.contextmanager
 def computed(way: Literal["blocks", "einsum"]) -> Iterator[None]:
-    """Inside it programs are traced that take intervals in blocks, where there is a kernel."""
+    """Context manager that traces `Intervals` with the block kernels, if any, or by einsum."""
     before = _by_einsum.set(way == "einsum")
     try:
         yield
@@ -60,7 +60,7 @@ def computed(way: Literal["blocks", "einsum"]) -> Iterator[None]:
 
 
 def sees_anything(seen: Seen) -> Array:
-    """Whether a token sees any row at all, (B, T, 1); T is 1 where that is the same for all."""
+    """Whether each token sees any row, (B, T, 1); T is 1 if the result is the same for all."""
     if isinstance(seen, Intervals):
         return (seen.first_PBT <= seen.last_PBT).any(axis=0)[..., None]
     if not isinstance(seen, Sight):
@@ -74,16 +74,16 @@ def sees_anything(seen: Seen) -> Array:
 def attend(q_BKGTE: Array, kv: KV, seen: Array | Intervals) -> Array:
     """Attention over the visible rows, (B, T, K, G, E).
 
-    By einsum the queries of a group join the token axis, so that both products are plain batched
-    matrix products and the scores, the largest array here, are never transposed. There a token
-    that sees nothing gets the mean of rows, and zeros from a kernel.
+    The einsum joins the queries of a group to the token axis, so that both products are plain
+    batched matrix products and the scores, the largest array here, are never transposed. A token
+    that sees nothing gets the mean of all rows from the einsum, and zeros from a kernel.
     """
     if isinstance(seen, Intervals):
         if kernels := _by_intervals(q_BKGTE, kv):
             return kernels.attend(q_BKGTE, kv, seen)
         with jax.named_scope(f"{INTERVALS}{seen.first_PBT.shape[0]}"):
             return attend(q_BKGTE, kv, seen.mask())
-    if q_BKGTE.shape[3] > QUERY_CHUNK:  # the scores of long rows would outgrow the weights
+    if q_BKGTE.shape[3] > QUERY_CHUNK:  # scores of long rows would outgrow the weights
         q_BTKGE = jnp.moveaxis(q_BKGTE, 3, 1)
         part = lambda piece: _attend(jnp.moveaxis(piece[0], 1, 3), kv, piece[1])
         mask_BTS = jnp.broadcast_to(seen, (q_BTKGE.shape[0], *seen.shape[1:]))
@@ -92,10 +92,10 @@ def attend(q_BKGTE: Array, kv: KV, seen: Array | Intervals) -> Array:
 
 
 def _by_intervals(q_BKGTE: Array, kv: KV) -> ModuleType | None:
-    """The kernels that take such heads; None where there are none for them or for the device."""
+    """The kernels that support these heads on the traced device, or None."""
     if _by_einsum.get() or _kernels() is None:
         return None
-    from moa_jax.model import attention_intervals  # Pallas takes a while to be imported
+    from moa_jax.model import attention_intervals  # not at the top: importing Pallas is slow
 
     if attention_intervals.is_possible(q_BKGTE, kv):
         return attention_intervals
@@ -107,9 +107,9 @@ def _by_intervals(q_BKGTE: Array, kv: KV) -> ModuleType | None:
 def attend_cached(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) -> tuple[Array, KV]:
     """Writes the new rows of a pass to a cache and attends to the cache's visible rows.
 
-    Heads come as a projection gives them, and are rotated here. The G queries of each key-value
-    head are followed by a key and a value, X = G + 2, unless the sight has no tokens behind the
-    prefix. Returns (B, T, K, G, E) and the cache.
+    `packed_BTKXE` is the output of a projection; this function rotates the heads. A key and a
+    value follow the G queries of each key-value head, X = G + 2, unless `sight` has no tokens
+    after the prefix (X = G). Returns the attention output (B, T, K, G, E) and the cache.
     """
     if not sharding.is_cut():
         return _attend_cached(packed_BTKXE, turn, past, sight)
@@ -136,10 +136,11 @@ def _attend_cached(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) 
 def keep_path(
     caches: tuple[KV, ...], taken: tuple[KV, ...], path_BD: Array, length_B: Array
 ) -> tuple[KV, ...]:
-    """Puts the rows of a path of D nodes to the front of those behind the verified ones.
+    """Moves the rows of a path of D nodes to the rows directly after the verified ones.
 
-    Node i stands at row length + i of each cache, its place on the path is length + level. `taken`
-    has the same rows as the pass made them: XLA would copy a cache that it reads and writes.
+    Node i is stored at row length + i of each cache; this function stores the node of each level
+    at row length + level. `taken` holds the same rows as the pass computed them, because XLA would
+    copy a cache that a program both reads and writes.
     """
     given = (caches, taken, path_BD, length_B)
     if not sharding.is_cut():
@@ -162,7 +163,7 @@ def _keep_path(
 
 
 def _kernels() -> ModuleType | None:
-    """The kernels of the device that a program is traced for; None where it has none."""
+    """The kernels of the device that the program is traced for, or None."""
     platform = traced_platform()
     try:
         if platform == "tpu":
@@ -181,7 +182,7 @@ def _kernels() -> ModuleType | None:
     return found
 
 
-@functools.cache  # once for each reason
+@functools.cache  # one warning per reason
 def _say(reason: str, so: str = "attention reads whole caches") -> None:
     logging.getLogger(__name__).warning("%s: %s (einsum)", reason, so)
 
@@ -194,7 +195,7 @@ def _write_path(
 
 
 def by_einsum(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) -> tuple[Array, KV]:
-    """`attend_cached` without a kernel, which reads rows under a mask; kernels equal it."""
+    """`attend_cached` without a kernel: reads rows under a mask; kernels give the same result."""
     heads_BKXTE = rotate_packed(packed_BTKXE, turn, has_rows=sight.num_behind > 0)
     q_BKGTE, T = heads_BKXTE, heads_BKXTE.shape[3]
     if sight.num_behind:
@@ -208,16 +209,16 @@ def by_einsum(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) -> tu
 
 
 def _pays_to_look(kv: KV, tokens: int) -> bool:
-    """Whether to look how far texts have come takes less than for `tokens` to read all rows."""
+    """Whether reading only the used rows is faster than reading all rows for `tokens` queries."""
     B, _, S, _ = kv.k_BKSE.shape
     return traced_platform() == "cpu" and (B > 1 or tokens >= MANY) and S >= LONG
 
 
 def _as_far_as_used(q_BKGTE: Array, kv: KV, mask_BTS: Array, used_B: Array) -> Array:
-    """`attend` to the first rows of each text, as many of three sizes as the longest one needs.
+    """`attend` to the first S/4, S/2 or S rows, the smallest size that fits the longest sequence.
 
-    text 0   x x . . | . . . . | . . . . . . . .      half of the rows are read of each text
-    text 1   x x x x   x x . . | . . . . . . . .
+    sequence 0   x x . . | . . . . | . . . . . . . .      half of the rows per sequence are read
+    sequence 1   x x x x   x x . . | . . . . . . . .
     """
     S = kv.k_BKSE.shape[2]
     sizes = (S // 4, S // 2, S)
@@ -237,10 +238,10 @@ def _attend(q_BKGTE: Array, kv: KV, mask_BTS: Array) -> Array:
         "BKXE,BKSE->BKXS", q_BKXE, kv.k_BKSE, preferred_element_type=jnp.float32
     )
     score_BKGTS = score_BKXS.reshape(B, K, G, T, -1) * E**-0.5
-    hidden = jnp.finfo(jnp.float32).min  # not -inf: rows of padding may see nothing at all
+    hidden = jnp.finfo(jnp.float32).min  # not -inf: padding rows may see no row at all
     score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS, hidden)
     weight_BKXS = jax.nn.softmax(score_BKGTS, axis=-1).reshape(B, K, G * T, -1)
-    # XLA for CPUs would store float32 values first to give a product in bfloat16.
+    # For a bfloat16 result, XLA on CPUs would first store the values in float32.
     result = jnp.float32 if traced_platform() == "cpu" else q_BKXE.dtype
     weight_BKXS = weight_BKXS.astype(q_BKXE.dtype)
     mixed_BKXE = jnp.einsum(

@@ -1,23 +1,23 @@
-"""Attention over a cache as two Pallas-Triton kernels, which read the rows that are used.
+"""Attention over a cache as two Pallas-Triton kernels, which read only the used rows.
 
     kernel 1    split 0     the tree: new rows are written, X rows seen by ancestors
                             and its share of the prefix
                 split i     its share of the prefix, blocks of rows that all tokens see
     kernel 2    joins the splits of each query by their log-sum-exps
 
-A pass of few tokens has few queries, and B x K programs would leave most of the GPU idle. So the
-used rows are split, as in flash-decoding, and by their number at run time: a cache that is not
-full costs what it holds. A pass that fills the GPU by itself is one split and needs no second
-kernel.
+A pass of few tokens has few queries, and B x K programs would leave most of the GPU idle. The
+kernel therefore splits the used rows, as in flash-decoding, by their number at run time: the cost
+depends on the used rows, not on the capacity. A pass that fills the GPU by itself uses one split
+and no second kernel.
 
-Packed heads reach the kernel as the product of `layers.Attention.packed` leaves them, since each
-slice of it would be one more launch, and rotating them would store them again:
+The kernel takes packed heads in the layout of `layers.Attention.packed`: slicing the packed array
+would add a launch per slice, and rotating the heads beforehand would store them again:
 
     packed_BTKXE   X:  0 .. G-1 queries | G keys | G+1 values     of the T tokens
 
-Rotated heads are held as the two halves of E whose numbers form pairs, and scores are the sum of
-two products. Each number is then read once, in vectors of eight; a single array of E would be read
-a second time in the order of the partners, one number after the other.
+Rotated heads are held as the two halves of E whose elements form pairs, and scores are the sum of
+two products. Each element is then read once, in vectors of eight; a single array of E would be read
+a second time in the order of the partners, one element at a time.
 
 References: FlashAttention-2 (2307.08691); flash-decoding (Dao et al., 2023).
 """
@@ -45,11 +45,11 @@ Ref = Any  # an array in the GPU's memory, as a kernel sees it
 
 PLATFORM = "cuda"
 LOG2_E = 1.4426950408889634  # kernels compute powers of 2
-NOTHING = -1e30  # the log-sum-exp of no row at all; finite, so that differences of two are
+NOTHING = -1e30  # the log-sum-exp of zero rows; finite, so that a difference of two is finite
 PROGRAMS = 132  # streaming multiprocessors of an H100 or H200, about one program each
-ROOMY = {"9.0", "10.0", "10.3"}  # compute capabilities with 227 KiB of shared memory a program
-LEAST = 16  # numbers along each axis of a product
-FIRST = 8.0  # compute capability that Triton needs
+ROOMY = {"9.0", "10.0", "10.3"}  # compute capabilities with 227 KiB of shared memory per program
+LEAST = 16  # minimum size of each axis of a Triton dot product
+FIRST = 8.0  # minimum compute capability that Triton supports
 
 
 class Sizes(NamedTuple):
@@ -58,11 +58,11 @@ class Sizes(NamedTuple):
     G: int
     T: int
     E: int
-    X: int  # tokens behind the prefix, which the T of the pass end
-    is_line: bool  # each of the X sees all before it; otherwise there is an ancestor matrix
-    first: int  # rows before it are hidden
-    queries: int  # of one program: a power of two
-    rows: int  # of the cache, read at a time: a power of two
+    X: int  # tokens after the prefix; the last T of them are those of the pass
+    is_line: bool  # whether the X tokens form a chain; otherwise an ancestor matrix is passed
+    first: int  # first visible row
+    queries: int  # per program: a power of two
+    rows: int  # cache rows read at a time: a power of two
     splits: int
 
     @property
@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
 
     @property
     def writes(self) -> bool:
-        """Whether the pass has rows of its own."""
+        """Whether the pass writes rows to the cache."""
         return self.X > 0
 
 
@@ -91,27 +91,27 @@ def sizes_of(heads_shape: tuple[int, ...], dtype: jnp.dtype, S: int, sight: Sigh
 
 
 def _most_numbers(dtype: jnp.dtype) -> int:
-    """Numbers that the queries of one program may be; its keys and values may be half as many.
+    """Maximum elements of the queries of one program; keys and values may each have half of that.
 
-    They stand in shared memory, of which most GPUs have 99 KiB a program. float32, which is
-    multiplied without tensor cores, is unrolled: with more of it compilers take minutes.
+    The elements are held in shared memory, which is 99 KiB per program on most GPUs. Products of
+    float32, which use no tensor cores, are unrolled: larger ones take minutes to compile.
     """
     if dtype.itemsize > 2:
         return 4 * 1024
-    is_here = jax.default_backend() == "gpu"  # else the GPU is only described: an H200
+    is_here = jax.default_backend() == "gpu"  # otherwise compiles ahead of time for an H200
     is_roomy = not is_here or jax.local_devices()[0].compute_capability in ROOMY
     return 32 * 1024 if is_roomy else 8 * 1024
 
 
 def lacks(device: jax.Device) -> str:
-    """Why a device cannot run the kernels, nothing where it can."""
+    """The reason why a device cannot run the kernels, or an empty string."""
     if compute_capability(device) >= FIRST:
         return ""
     return f"Triton needs an NVIDIA GPU of compute capability {FIRST}, {device.device_kind} is none"
 
 
 def is_possible(heads: Array, past: KV) -> bool:
-    """Whether the kernels take heads of this size, 32, 64, ..., and caches of this dtype."""
+    """Whether the kernels support these heads and caches: same dtype, and E is 32, 64, 128, ..."""
     E = heads.shape[-1]
     is_power = E >= 2 * LEAST and E == pl.next_power_of_2(E)
     return is_power and heads.dtype == past.k_BKSE.dtype
@@ -122,7 +122,7 @@ def attend(
 ) -> tuple[Array, KV]:
     """Attention of the T tokens, (B, T, K, G, E), and the cache with their rows.
 
-    The arguments are those of `attention.attend_cached`; a cache without new rows is given back.
+    The arguments are those of `attention.attend_cached`; a pass without new rows returns `past`.
     """
     B, T, K, _, E = packed_BTKXE.shape
     sizes = sizes_of(packed_BTKXE.shape, packed_BTKXE.dtype, past.k_BKSE.shape[2], sight)
@@ -181,7 +181,7 @@ def _join(
 
 
 def _attend_kernel(sizes: Sizes, *refs: Ref) -> None:
-    """The prefix, then the tree in the split that has it; a split without rows does nothing."""
+    """Attends to the prefix, then in split 0 to the tree; a split without rows does nothing."""
     program = _Program(sizes, refs)
     split = program.split
     share, used = _share(sizes, program.length)
@@ -202,7 +202,7 @@ class _Program:
     """One program of kernel 1: some queries of one key-value head over one split of the rows."""
 
     def __init__(self, sizes: Sizes, refs: Sequence[Ref]) -> None:
-        """Loads the queries, (Q, H) in halves of E, of its tokens and heads."""
+        """Loads the queries of this program's tokens and heads as two halves of E, (Q, H) each."""
         self.sizes = sizes
         length_ref, self.packed_ref, cos_ref, sin_ref, self.k_ref, self.v_ref, *rest = refs
         self.ancestor_ref, self.results, self.written = _sorted(sizes, rest)
@@ -229,7 +229,7 @@ class _Program:
         )
 
     def see_prefix(self, index: Array, state: State) -> State:
-        """The next block of rows that all tokens see; none that is seen is behind the cache."""
+        """The next block of rows that all tokens see; masks the rows beyond `length`."""
         sizes = self.sizes
         row_R = index * sizes.rows + jnp.arange(sizes.rows)
         seen_R = row_R < self.length
@@ -242,17 +242,17 @@ class _Program:
         return self._see(state, k_2RH, take(self.v_ref, self.e_1E), seen_R[None, :])
 
     def see_tree(self, index: Array, state: State) -> State:
-        """The next rows behind the prefix: those of earlier passes, and the new, are written."""
+        """The next rows after the prefix: reads rows of earlier passes and writes the new rows."""
         T, X, e_1E = self.sizes.T, self.sizes.X, self.e_1E
         node_R = index * _nodes(X) + jnp.arange(_nodes(X))
-        # Nothing is written behind a cache that is too small.
+        # No row is written beyond the end of a cache that is too small.
         is_row_R = self.length + node_R < self.k_ref.shape[2]
         new_R1 = ((node_R >= X - T) & (node_R < X) & is_row_R)[:, None]
         old_R1 = ((node_R < X - T) & is_row_R)[:, None]
         token_R1 = node_R[:, None] - (X - T)
 
         def joined(cache_ref: Ref, written_ref: Ref, e: Array, new: Array) -> Array:
-            """New rows, which are written, among those of earlier passes."""
+            """Writes the new rows and returns them joined with the rows of earlier passes."""
             here = (self.b, self.k, self.length + node_R[:, None], e)
             old = triton.load(cache_ref.at[here], mask=old_R1, other=0.0)
             at = written_ref.at[here]
@@ -268,7 +268,7 @@ class _Program:
         return self._see(state, k_2RH, v_RE, self._ancestors(node_R[None, :]))
 
     def store(self, best_Q: Array, total_Q: Array, mixed_QE: Array) -> None:
-        """Writes the result; with other splits, the log-sum-exp as well."""
+        """Writes the result and, if there are several splits, the log-sum-exp."""
         sizes, index_Q, e_1E = self.sizes, self.index_Q, self.e_1E
         mixed_ref, *lse_refs = self.results
         mixed_QE = mixed_QE / jnp.where(total_Q > 0, total_Q, 1.0)[:, None]
@@ -283,7 +283,7 @@ class _Program:
         triton.store(lse_refs[0].at[(*at, index_Q)], lse_Q, mask=index_Q < sizes.G * sizes.T)
 
     def _ancestors(self, node_1R: Array) -> Array:
-        """Which rows behind the prefix each query sees."""
+        """The mask of rows after the prefix that each query sees."""
         T, X = self.sizes.T, self.sizes.X
         if self.sizes.is_line:
             seen_QR = node_1R <= self.token_Q1 + (X - T)
@@ -298,7 +298,7 @@ class _Program:
         return seen_QR
 
     def _see(self, state: State, k_2RH: Sequence[Array], v_RE: Array, seen_QR: Array) -> State:
-        """Online softmax over R more rows."""
+        """Updates the online softmax with R more rows."""
         best_Q, total_Q, mixed_QE = state
         is_single = self.packed_ref.dtype == jnp.float32
         dot = functools.partial(triton.dot, precision=lax.Precision.HIGHEST if is_single else None)
@@ -316,7 +316,7 @@ class _Program:
 def _load_turned(
     refs: Sequence[Ref], b: Array, k: Array, token_R1: Array, head: Array | int, there_R1: Array
 ) -> tuple[Array, Array]:
-    """The halves (R, H) of packed heads, rotated as `rotary.rotate` does; zeros where none is."""
+    """Loads packed heads as two halves (R, H), rotated like `rotary.rotate`; masked rows are 0."""
     packed_ref, cos_ref, sin_ref = refs
     H = packed_ref.shape[4] // 2
     h_1H = jnp.arange(H)[None, :]
@@ -331,7 +331,7 @@ def _load_turned(
 def _join_kernel(
     sizes: Sizes, length_ref: Ref, mixed_ref: Ref, lse_ref: Ref, joined_ref: Ref
 ) -> None:
-    """One program: some tokens of one query head, from all splits that had rows."""
+    """One program: joins all splits with rows, for some tokens of one query head."""
     head, b = pl.program_id(0), pl.program_id(2)
     k, g = head // sizes.G, head % sizes.G
     e_1E = jnp.arange(sizes.E)[None, :]
@@ -364,25 +364,25 @@ def _join_kernel(
 
 
 def _share(sizes: Sizes, length: Array) -> tuple[Array, Array]:
-    """Blocks of the prefix that one split reads, and blocks that are used."""
+    """The number of prefix blocks per split, and the number of used blocks."""
     used = pl.cdiv(length, sizes.rows)
     return jnp.maximum(pl.cdiv(used, sizes.splits), 1), used
 
 
 def _sorted(sizes: Sizes, refs: Sequence[Ref]) -> tuple[Ref | None, Sequence[Ref], Sequence[Ref]]:
-    """The ancestor matrix, the results, and the caches that are written."""
+    """Separates `refs` into the ancestor matrix, the results, and the written caches."""
     num_results = 1 if sizes.splits == 1 else 2
     ancestor_ref, refs = (None, refs) if sizes.is_line else (refs[0], refs[1:])
     return ancestor_ref, refs[:num_results], refs[num_results:]
 
 
 def _tokens(T: int) -> int:
-    """Tokens of one program that joins splits."""
+    """Tokens per program of the join kernel."""
     return min(pl.next_power_of_2(T), 64)
 
 
 def _nodes(X: int) -> int:
-    """Rows behind the prefix that are read at a time."""
+    """Number of rows after the prefix that are read at a time."""
     return min(max(LEAST, pl.next_power_of_2(X)), 64)
 
 
@@ -427,7 +427,7 @@ def keep_path(
 def _keep_kernel(
     D: int, E: int, interpret: bool, length_ref: Ref, path_ref: Ref, *refs: Ref
 ) -> None:
-    """One program: one key-value head of one array. It reads all rows before it writes one."""
+    """One program: one key-value head of one array. All rows are read before any is written."""
     k, b = pl.program_id(0), pl.program_id(1)
     level_D = jnp.arange(pl.next_power_of_2(D))
     there_D, e_1E = level_D < D, jnp.arange(E)[None, :]
@@ -439,7 +439,7 @@ def _keep_kernel(
         mask_DE = (there_D & (length + level_D < S))[:, None] & (e_1E >= 0)
         rows_DE = triton.load(old_ref.at[at], mask=mask_DE, other=0.0)
         if not interpret:
-            triton.debug_barrier()  # a thread's new row may be another's old one
+            triton.debug_barrier()  # one thread's new row may be another thread's old row
         triton.store(kept_ref.at[b, k, (length + level_D)[:, None], e_1E], rows_DE, mask=mask_DE)
 
     half = len(refs) // 2

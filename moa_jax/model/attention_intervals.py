@@ -1,18 +1,18 @@
-"""Attention in which each query sees an interval of keys, in blocks, forward and backward.
+"""Blockwise attention in which each query sees an interval of keys, forward and backward.
 
-Scores stay on the chip: a program holds those of one block of queries with one block of keys, and
-blocks that none of its queries sees are neither read nor computed.
+Scores stay on chip: a program holds the scores of one block of queries with one block of keys.
+Blocks that no query of a program sees are neither read nor computed.
 
     keys       0    R   2R   3R             attend_forward, attend_dq: a program takes a row of
     queries 0  x    .    .    .             blocks, between bounds of its own
             Q  x    x    .    .
-           2Q  .    x    x    .             attend_dkv: a program takes a column of them
+           2Q  .    x    x    .             attend_dkv: a program takes a column of blocks
            3Q  .    .    x    x
 
 GPUs (Pallas-Triton) and TPUs (Pallas) run the same kernels; a TPU holds all keys and values of a
-head in VMEM. Numbers of queries, such as their first keys, are stored as rows (1, Q), since the
-last axis of an array should fill a TPU's registers. Kernels whose scores are (queries, keys) turn
-them into columns.
+head in VMEM. Scalars per query, such as its first key, are stored as rows (1, Q), since the last
+axis of an array should fill a TPU's registers. Kernels whose scores are (queries, keys) transpose
+these rows to columns.
 
 References: FlashAttention-2 (2307.08691).
 """
@@ -37,9 +37,9 @@ from moa_jax.runtime.devices import traced_platform
 Array = jax.Array
 Ref = Any  # an array in the chip's memory, as a kernel sees it
 
-NOTHING = -1e30  # the log-sum-exp of no key at all; finite, so that differences of two are
-BLOCK = 128  # rows must be a multiple
-MOST_BYTES = 4 << 20  # of a head's keys on a TPU, which holds keys and values, twice each
+NOTHING = -1e30  # the log-sum-exp of zero keys; finite, so that a difference of two is finite
+BLOCK = 128  # the number of rows must be a multiple
+MOST_BYTES = 4 << 20  # of one head's keys on a TPU, which double-buffers keys and values
 VMEM = 64 << 20  # bytes that a program on a TPU may use
 
 
@@ -53,7 +53,7 @@ class How(NamedTuple):
 
     @classmethod
     def on(cls, platform: str, T: int) -> How:
-        """Blocks for T queries and T keys, a multiple of BLOCK."""
+        """Block sizes for T queries and T keys; T is a multiple of BLOCK."""
         size = 64 if platform == "gpu" else next(n for n in (512, 256, 128) if T % n == 0)
         return cls(platform, size, size)
 
@@ -69,23 +69,23 @@ class AttentionInputs(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Which blocks each program takes, from `begin` to before `end`, if any."""
+    """The range of blocks of each program, `begin` inclusive to `end` exclusive; may be empty."""
 
     begin_BN: Array
     end_BN: Array
 
 
 def is_possible(q_BKGTE: Array, kv: KV) -> bool:
-    """Whether the kernels take such heads."""
+    """Whether the kernels support these heads."""
     T, E = q_BKGTE.shape[3:]
     fits = traced_platform() != "tpu" or T * E * kv.k_BKSE.dtype.itemsize <= MOST_BYTES
     return fits and T % BLOCK == 0 and E in (64, 128, 256) and q_BKGTE.dtype == kv.k_BKSE.dtype
 
 
 def attend(q_BKGTE: Array, kv: KV, seen: Intervals, how: How | None = None) -> Array:
-    """Attention over the visible rows, (B, T, K, G, E); on a mesh each device takes its heads.
+    """Attention over the visible rows, (B, T, K, G, E); on a mesh each device computes its heads.
 
-    A token that sees nothing gets zeros.
+    The result is zero for a token that sees nothing.
     """
     how = how or How.on(traced_platform(), q_BKGTE.shape[3])
     part = functools.partial(_attend_parts, how)
@@ -97,7 +97,7 @@ def attend(q_BKGTE: Array, kv: KV, seen: Intervals, how: How | None = None) -> A
 
 
 def _attend_parts(how: How, q_BKGTE: Array, kv: KV, seen: Intervals) -> Array:
-    """Joins what is found in each part by their log-sum-exps."""
+    """Attends to each part separately and joins the results by their log-sum-exps."""
     B, K, G, T, E = q_BKGTE.shape
     k_parts, v_parts = (jnp.split(x, x.shape[2] // T, axis=2) for x in kv)
     parts = list(zip(k_parts, v_parts, seen.first_PBT, seen.last_PBT, strict=True))
@@ -118,7 +118,7 @@ def _attend_parts(how: How, q_BKGTE: Array, kv: KV, seen: Intervals) -> Array:
 def _attend_one(given: AttentionInputs, far: int) -> tuple[Array, Array]:
     """Computes `attend_blocks` for tokens that see one row, `far` rows before their own, or none.
 
-    One score a token needs no kernel.
+    A single score per token needs no kernel.
     """
     G = given.q_BHTE.shape[1] // given.k_BKTE.shape[1]
     of_head = lambda x: jnp.repeat(jnp.roll(x, far, axis=2), G, axis=1)
@@ -132,8 +132,8 @@ def _attend_one(given: AttentionInputs, far: int) -> tuple[Array, Array]:
 def attend_blocks(given: AttentionInputs, how: How, dtype: Any) -> tuple[Array, Array]:
     """Each query's attention to its keys from first to last, and the log-sum-exps of its scores.
 
-    Returns (B, H, T, E) of `dtype` and (B, H, T) in float32. A query whose last key stands before
-    its first sees nothing: it gets zeros and NOTHING.
+    Returns (B, H, T, E) of `dtype` and (B, H, T) in float32. A query whose last key precedes its
+    first key sees nothing: its results are zeros and NOTHING.
     """
     B, H, T, E = given.q_BHTE.shape
     specs = _Specs(how.queries, H // given.k_BKTE.shape[1], given)
@@ -158,7 +158,7 @@ def _attend_forward(
 def _attend_backward(
     how: How, _: Any, kept: Any, towards: tuple[Array, Array]
 ) -> tuple[AttentionInputs]:
-    """Gradients of queries, and of keys and values, which are summed over a group's queries."""
+    """Gradients of queries, keys and values; the latter two are summed over a group's queries."""
     given, (mixed_BHTE, lse_BHT) = kept
     (B, H, T, E), K = given.q_BHTE.shape, given.k_BKTE.shape[1]
     dtype, (towards_BHTE, towards_lse_BHT) = given.q_BHTE.dtype, towards
@@ -202,7 +202,7 @@ attend_blocks.defvjp(_attend_forward, _attend_backward)
 
 
 def _of_queries(given: AttentionInputs, how: How) -> Bounds:
-    """For each block of queries the blocks of keys, from the first to the last that one sees."""
+    """For each block of queries, the range of key blocks that any of its queries sees."""
     B, T = given.first_BT.shape
     first_BNQ, last_BNQ = (x.reshape(B, -1, how.queries) for x in given[3:])
     there_BNQ = first_BNQ <= last_BNQ
@@ -211,7 +211,7 @@ def _of_queries(given: AttentionInputs, how: How) -> Bounds:
 
 
 def _of_keys(given: AttentionInputs, how: How) -> Bounds:
-    """For each block of keys the blocks of queries, from the first to the last that sees it."""
+    """For each block of keys, the range of query blocks that see it."""
     begin_BN, end_BN = _of_queries(given, how)
     block_N, block_M1 = jnp.arange(begin_BN.shape[1]), jnp.arange(given.k_BKTE.shape[2] // how.keys)
     block_M1 = block_M1[:, None]
@@ -227,7 +227,7 @@ OutputSpec = tuple[tuple[int, ...], Any, pl.BlockSpec]  # shape, dtype, block
 
 
 class _Specs:
-    """Inputs of one program of a grid (B, H, blocks): `queries` of a head, and all its keys."""
+    """Inputs of one program of a grid (B, H, blocks): `queries` of a head, and the head's keys."""
 
     def __init__(self, queries: int, G: int, given: AttentionInputs) -> None:
         T, E = given.q_BHTE.shape[2:]
@@ -249,11 +249,11 @@ def _call(
     results: Sequence[OutputSpec],
     products: int,
 ) -> list[Array]:
-    """Runs a kernel for each head and each of the blocks that have bounds."""
+    """Runs a kernel for each head and each block of `bounds`."""
     arrays, in_specs = zip(*operands, strict=True)
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in results]
     B, H, T, E = shapes[0].shape
-    pairs = B * H * T * (T + max(how.queries, how.keys)) // 2  # at most, as no key is of the future
+    pairs = B * H * T * (T + max(how.queries, how.keys)) // 2  # upper bound: no future keys
     cost = pl.CostEstimate(
         flops=2 * products * pairs * E,
         bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*arrays, *shapes)),
@@ -394,10 +394,10 @@ def _dkv_kernel(
 def _towards_scores(
     scored: tuple[Array, Array], gained: tuple[Array, Array], seen: Array, lse: Array, delta: Array
 ) -> tuple[Array, Array]:
-    """The weights of a block, computed again, and the gradient towards its scores.
+    """The recomputed weights of a block, and the gradient with respect to its scores.
 
-    The scores are the product of the first pair, and the gradient towards the weights that of the
-    second. Either side of the block may be its queries.
+    The scores are the product of the pair `scored`, the gradient with respect to the weights the
+    product of the pair `gained`. The queries may be on either axis of the block.
     """
     score = _dot(*scored, 1, 1) * scored[0].shape[1] ** -0.5
     weight = jnp.where(seen, jnp.exp(score - lse), 0.0)
@@ -418,7 +418,7 @@ def _iota(shape: tuple[int, int]) -> Array:
 
 
 def _dot(a: Array, b: Array, of_a: int = 1, of_b: int = 0) -> Array:
-    """The float32 product over an axis of each; in full precision where they are float32."""
+    """The float32 product over one axis per operand, in full precision for float32 operands."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     axes = (((of_a,), (of_b,)), ((), ()))
     return lax.dot_general(a, b, axes, precision, jnp.float32)

@@ -1,10 +1,10 @@
 """Attention over a cache on TPUs: a Pallas kernel for the prefix, joined with the tree.
 
-    prefix   rows 0 .. n-1, the kernel: blocks beyond them are neither fetched nor computed
-    tree     rows n .. n+X-1, an einsum: they are few
+    prefix   rows 0 .. n-1, the kernel: later blocks are neither fetched nor computed
+    tree     rows n .. n+X-1, an einsum, since X is small
 
-The two parts are joined by their log-sum-exps. A grid runs in order on a TPU, so blocks of rows
-come one after the other and keep their running softmax in scratch memory.
+The two parts are joined by their log-sum-exps. A TPU runs the grid in order, so blocks of rows
+are processed sequentially and keep a running softmax in scratch memory.
 
 References: FlashAttention-2 (2307.08691).
 """
@@ -27,22 +27,22 @@ from moa_jax.model.rotary import Rotation, rotate_packed
 Array = jax.Array
 
 PLATFORM = "tpu"
-LANES = 128  # a number for each query is kept in all lanes of a register's row
+LANES = 128  # lanes of a register row; a scalar per query is broadcast to all lanes
 TILE = 16  # rows of a bfloat16 register: queries are padded to a multiple
-QUERIES = 512  # at most, of one program
-NOTHING = -1e30  # the log-sum-exp of no row at all; finite, so that differences of two are
+QUERIES = 512  # maximum queries per program
+NOTHING = -1e30  # the log-sum-exp of zero rows; finite, so that a difference of two is finite
 
 
 keep_path = None  # a launch costs little on TPUs
 
 
 def lacks(device: jax.Device) -> str:
-    """Why a device cannot run the kernel: nothing, every TPU can."""
+    """The reason why a device cannot run the kernel: always empty, since every TPU can."""
     return ""
 
 
 def is_possible(heads: Array, past: KV) -> bool:
-    """Whether the kernel takes these caches: whole blocks of rows, which `Session` sees to."""
+    """Whether the kernel supports these caches; `Session` allocates whole blocks of rows."""
     S, E = past.k_BKSE.shape[2:]
     return S % LANES == 0 and E % 64 == 0 and heads.dtype == past.k_BKSE.dtype
 
@@ -52,7 +52,7 @@ def attend(
 ) -> tuple[Array, KV]:
     """Attention of the T tokens, (B, T, K, G, E), and the cache with their rows.
 
-    The arguments are those of `attention.attend_cached`; a cache without new rows is given back.
+    The arguments are those of `attention.attend_cached`; a pass without new rows returns `past`.
     """
     heads_BKXTE = rotate_packed(packed_BTKXE, turn, has_rows=sight.num_behind > 0)
     q_BKGTE = heads_BKXTE[:, :, :-2] if sight.num_behind else heads_BKXTE
@@ -71,7 +71,7 @@ def attend(
 
 
 def _attend_tree(q_BKGTE: Array, past: KV, sight: Sight) -> tuple[Array, Array]:
-    """Attention to the X rows behind the prefix, and its log-sum-exps."""
+    """Attention to the X rows after the prefix, and its log-sum-exps."""
     T, E = q_BKGTE.shape[3:]
     X = sight.num_behind
     cut = jax.vmap(lambda rows_KSE, start: lax.dynamic_slice_in_dim(rows_KSE, start, X, axis=1))
@@ -104,7 +104,7 @@ def _attend_prefix(q_BKGTE: Array, past: KV, sight: Sight, interpret: bool) -> t
     rows = next(size for size in (512, 256, 128) if S % size == 0)
     last = lambda length: jnp.maximum(pl.cdiv(length, rows) - 1, 0)
     queries = pl.BlockSpec((None, None, block, E), lambda b, k, q, s, n: (b, k, q, 0))
-    # A block that was fetched is not fetched again: beyond the prefix, the last one is named.
+    # A block is not fetched twice in a row: beyond the prefix, the index stays at the last block.
     keys = pl.BlockSpec(
         (None, None, rows, E), lambda b, k, q, s, n: (b, k, jnp.minimum(s, last(n[b])), 0)
     )
@@ -151,7 +151,7 @@ def _prefix_kernel(
     total_ref,
     sum_ref,
 ) -> None:
-    """One block of rows for one block of queries."""
+    """Processes one block of rows for one block of queries."""
     length, index = length_ref[pl.program_id(0)], pl.program_id(3)
 
     @pl.when(index == 0)

@@ -1,13 +1,13 @@
-"""Keys and values of verified tokens: preallocated rows, written in place, one pair a layer.
+"""Key-value caches of verified tokens: preallocated rows, written in place, one pair per layer.
 
-A cache of S rows while a round is under way (n = length, N = nodes of the round):
+A cache of S rows during a round (n = length, N = nodes of the round):
 
     row      0 ......... n-1 | n ........ n+N-1 | n+N ....... S-1
              verified tokens | root and drafts  | left-overs, never seen
 
-The commit of a chain moves no rows: accepted nodes already stand where they belong, and the
+Committing a chain moves no rows: the accepted nodes are already stored at their final rows, and the
 length grows over them. The accepted path of a tree is written again, from row n on. All caches
-of a generation have the same length, but for a drafter's that is late (decode/step.py).
+of a generation have the same length, except a drafter's caches with a draft lag (decode/step.py).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Array = jax.Array
 
 
 class KV(NamedTuple):
-    """Keys (after RoPE) and values of one layer; with T for S, the new rows of one pass."""
+    """Keys (after RoPE) and values of one layer; with T instead of S, the new rows of one pass."""
 
     k_BKSE: Array
     v_BKSE: Array
 
 
 class States(NamedTuple):
-    """A vector of each token, as of a residual stream; a mesh splits it by features."""
+    """One vector per token, such as a residual stream; a mesh splits the feature axis."""
 
     x_BSD: Array
 
@@ -46,37 +46,37 @@ def empty(cfg: BlockConfig, batch: int, rows: int, dtype: jnp.dtype) -> KV:
 def write(cache: KV, new: KV, start_B: Array) -> KV:
     """`cache` with the T rows of `new` at rows start .. start + T - 1 of each batch row.
 
-    The rows must fit: a start above S - T would be clamped, and older rows overwritten.
+    The new rows must fit: XLA clamps a start above S - T and so overwrites older rows.
     """
     return KV(*(write_rows(past, rows, start_B) for past, rows in zip(cache, new, strict=True)))
 
 
 def join(past: KV, new: KV) -> KV:
-    """P rows followed by T others."""
+    """The P rows of `past` followed by the T rows of `new`."""
     return KV(*(jnp.concatenate(pair, axis=2) for pair in zip(past, new, strict=True)))
 
 
 def take(rows: KV, path_BD: Array) -> KV:
-    """The rows of a path of D nodes, from the T rows of one pass."""
+    """Selects the rows of a path of D nodes from the T rows of one pass."""
     pick = lambda rows_BKTE: jnp.take_along_axis(rows_BKTE, path_BD[:, None, :, None], axis=2)
     return KV(pick(rows.k_BKSE), pick(rows.v_BKSE))
 
 
 def lean(tree: Any) -> Any:
-    """Arrays without their axes of 1, as a loop on a CPU should carry the caches of one text.
+    """Squeezes arrays; a loop on a CPU should carry the caches of a single sequence squeezed.
 
-    XLA on CPUs fuses the write of a single row into each bitcast of the cache. Two of these, for
-    attention and for the next round, are two writes, and each would get a copy of the cache.
+    XLA on CPUs fuses the write of a single row into each bitcast of the cache. Two bitcasts, for
+    attention and for the next round, are two writes, and each write would copy the cache.
     """
     return jax.tree.map(jnp.squeeze, tree)
 
 
 def write_rows(cache_BKSE: Array, new_BKTE: Array, start_B: Array) -> Array:
-    """One array of a cache with T new rows; any array that is kept by rows will do."""
+    """One array of a cache with T new rows; any array with rows on axis 2 works."""
     new_BKTE = new_BKTE.astype(cache_BKSE.dtype)
     B, K, S, E = cache_BKSE.shape
     if cache_BKSE.dtype == jnp.bfloat16 and traced_platform() == "cpu":
-        # XLA for CPUs would make float32 of the whole cache to scatter into it.
+        # XLA on CPUs would convert the whole cache to float32 for the scatter.
         bits = lambda rows: lax.bitcast_convert_type(rows, jnp.uint16)
         written = write_rows(bits(cache_BKSE), bits(new_BKTE), start_B)
         return lax.bitcast_convert_type(written, cache_BKSE.dtype)

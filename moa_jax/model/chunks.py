@@ -1,8 +1,8 @@
-"""Work along the token axis, a piece at a time.
+"""Work along the token axis, one chunk at a time.
 
-The backward pass of `sum_over` and `map_over` computes each piece again.
+The backward pass of `sum_over` and `map_over` recomputes each chunk.
 
-T tokens     | C | C | C | rest |      intermediate arrays of one piece live at a time
+T tokens     | C | C | C | rest |      intermediate arrays of one chunk live at a time
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Array = jax.Array
 
 
 def sum_over(function: Callable[[Any], Any], arrays: Any, size: int, axis: int = 1) -> Any:
-    """The sum of `function(piece)` over pieces of `size` tokens of arrays along `axis`.
+    """The sum of `function(chunk)` over chunks of `size` tokens of `arrays` along `axis`.
 
-    `size` 0 takes all tokens at once. Forward and backward pass keep the intermediate arrays of
-    one piece at a time.
+    A `size` of 0 takes all tokens at once. Forward and backward pass keep the intermediate arrays
+    of one chunk at a time.
     """
     T = jax.tree.leaves(arrays)[0].shape[axis]
     if not 0 < size < T:
@@ -40,7 +40,7 @@ def sum_over(function: Callable[[Any], Any], arrays: Any, size: int, axis: int =
 
 
 def map_over(function: Callable[[Any], Array], arrays: Any, size: int, axis: int) -> Array:
-    """`function(piece)` of every piece, joined along axis 1 of the results."""
+    """`function(chunk)` of every chunk, concatenated along axis 1 of the results."""
     T = jax.tree.leaves(arrays)[0].shape[axis]
     if not 0 < size < T:
         return function(arrays)
@@ -52,9 +52,9 @@ def map_over(function: Callable[[Any], Array], arrays: Any, size: int, axis: int
 def sum_and_join(
     function: Callable[[Any], tuple[Any, Any]], arrays: Any, size: int
 ) -> tuple[Any, Any]:
-    """The sum of the first results of `function(piece)`, and the second ones joined along axis 1.
+    """Sums the first results of `function(chunk)` and concatenates the second ones along axis 1.
 
-    The pieces are those of axis 1. Its gradient does not save memory.
+    The chunks are taken along axis 1. The gradient of this function does not save memory.
     """
     T = jax.tree.leaves(arrays)[0].shape[1]
     one = lambda start, size: function(_cut(arrays, start, size, 1))
@@ -79,7 +79,7 @@ def _joined(found_IBC: Array, rest_BC: Array | None = None) -> Array:
 
 
 def _again(function: Callable[[Any], Any], arrays: Any, axis: int) -> Callable[..., Any]:
-    """`function` of one piece, to be computed again in the backward pass."""
+    """`function` of one chunk, recomputed in the backward pass."""
 
     def piece(start: Array | int, size: int) -> Any:
         return jax.checkpoint(function)(_cut(arrays, start, size, axis))

@@ -1,14 +1,14 @@
-"""Hugging Face names and shapes on one side, our configs and parameter trees on the other.
+"""Mapping between Hugging Face tensor names and shapes and our configs and parameter trees.
 
-A `Table` says, for each array of a parameter tree, which stored tensors it is packed from. Only
-the table knows their names: loading, saving, and the checks for missing or misshapen tensors all
-walk it. This module touches no files.
+A `Table` maps each array of a parameter tree to the stored tensors that the array is packed from.
+Stored names appear in tables only: loading, saving, and the checks for missing or misshapen tensors
+all iterate over a table. This module reads and writes no files.
 
     stored (out, in)                           ours (in, out), parts joined on axis -2
     q_proj (K*G*E, D)   turn, split      -->   +---------------------+-----+-----+
     k_proj (K*E, D)                            | G query heads       | key |value|  x E
     v_proj (K*E, D)                            +---------------------+-----+-----+
-                                               one such row for each of K key-value heads
+                                               one such row per key-value head, K in all
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Axes = tuple[str | None, ...]  # logical names of an array's axes, see moa_jax/m
 
 
 class Packing(NamedTuple):
-    """An array of our parameter tree as parts, each of which is one stored tensor."""
+    """An array of our parameter tree as a list of parts, one stored tensor per part."""
 
     axes: Axes
     names: tuple[str, ...]
     stored: tuple[Shape, ...]  # shapes of the tensors in the file
-    parts: tuple[Shape, ...]  # shapes they take here, joined along axis -2
-    turned: bool = True  # matrices are (out, in) in the file, (in, out) here
+    parts: tuple[Shape, ...]  # shapes of the parts in the tree, joined along axis -2
+    turned: bool = True  # matrices are (out, in) in the file, (in, out) in the tree
 
     @property
     def turns(self) -> bool:
-        """Whether the last axis of what is stored is our first."""
+        """Whether the last axis of a stored tensor is the first axis of the packed array."""
         return self.turned and len(self.stored[0]) == 2
 
     @property
@@ -58,7 +58,7 @@ Table = dict[Path, Packing]
 
 
 def kernel(axes: Axes, names: tuple[str, ...], inputs: int, *outputs: Shape) -> Packing:
-    """Linear weights that share an input; `outputs` are the output axes of each."""
+    """Linear weights that share an input; `outputs` are the output axes per weight."""
     stored = tuple((int(np.prod(out)), inputs) for out in outputs)
     return Packing(axes, names, stored, tuple((inputs, *out) for out in outputs))
 
@@ -69,24 +69,24 @@ def vector(axes: Axes, names: tuple[str, ...], *parts: Shape) -> Packing:
 
 
 def embedding(name: str, rows: int, width: int) -> Packing:
-    """A table of vectors, which is stored as it is here."""
+    """A table of vectors, which has the same layout in the file."""
     shape = (rows, width)
     return Packing(("table", None), (name,), (shape,), (shape,), turned=False)
 
 
 class RowRun(NamedTuple):
-    """Rows of a stored tensor that stay side by side when it is packed."""
+    """Rows of a stored tensor that stay contiguous in the packed array."""
 
     first: int
     rows: int
-    place: int  # of the first among all outputs of the packed array
+    place: int  # index of the first row among all outputs of the packed array
 
 
 def runs(packing: Packing) -> Iterator[tuple[int, RowRun]]:
-    """All rows of all stored tensors in runs, each with the index of its tensor.
+    """Yields all rows of all stored tensors as runs, each with the index of its tensor.
 
-    A row (in,) makes one output of the packed array (in, *outputs). Outputs without rotary
-    embedding have rows of one number.
+    A row (in,) is one output of the packed array (in, *outputs). If `turns` is false, as for
+    biases, norm scales and embeddings, a row holds a single element.
     """
     outputs = [part[1:] if packing.turns else part for part in packing.parts]
     if len(outputs) == 1:
@@ -155,7 +155,7 @@ def mlp_table(width: int, intermediate: int, bias: bool, prefix: str) -> Table:
 def attention_table(cfg: BlockConfig, prefix: str, inputs: int | None = None) -> Table:
     """Self-attention of a block: queries, keys and values packed, then the output.
 
-    `inputs` is the width that is projected, the block's own if not given.
+    `inputs` is the width of the projection's input, by default the block's hidden size.
     """
     qkv = tuple(f"{prefix}self_attn.{letter}_proj" for letter in "qkv")
     out = (f"{prefix}self_attn.o_proj",)
@@ -191,12 +191,12 @@ def block_table(cfg: BlockConfig, prefix: str) -> Table:
 
 
 def under(path: Path, table: Table) -> Table:
-    """The same table, one level deeper in the parameter tree."""
+    """`table` with `path` prepended to every path of the parameter tree."""
     return {path + leaf: packing for leaf, packing in table.items()}
 
 
 def target_table(cfg: TargetConfig) -> Table:
-    """A whole target, with an array for each layer: paths are ("layers", i, ...)."""
+    """A whole target with separate arrays per layer: paths are ("layers", i, ...)."""
     width = cfg.block.hidden_size
     table = {("embed",): embedding("model.embed_tokens.weight", cfg.vocab_size, width)}
     for i in range(cfg.num_layers):
@@ -210,7 +210,7 @@ def target_table(cfg: TargetConfig) -> Table:
 
 
 def stored_shapes(table: Table) -> dict[str, Shape]:
-    """Every tensor that a file of this table holds, with its shape."""
+    """Names and shapes of all tensors in a file of this table."""
     return {
         name: shape
         for packing in table.values()
@@ -219,7 +219,7 @@ def stored_shapes(table: Table) -> dict[str, Shape]:
 
 
 def nest(leaves: dict[Path, Any]) -> Any:
-    """Build the parameter tree of path-keyed leaves; integer keys, in order, make a list."""
+    """Build a parameter tree from path-keyed leaves; consecutive integer keys become a list."""
     if () in leaves:
         return leaves[()]
     rooms: dict[str | int, dict[Path, Any]] = {}
@@ -230,12 +230,12 @@ def nest(leaves: dict[Path, Any]) -> Any:
 
 
 def row_of(path: Path) -> int | None:
-    """The layer that a path belongs to, if any."""
+    """The layer index in a path, or None."""
     return next((step for step in path if isinstance(step, int)), None)
 
 
 def stacked_path(path: Path) -> Path:
-    """The path of the same array where layers are stacked on a leading axis."""
+    """The path of the same array in a tree whose layers are stacked on a leading axis."""
     return tuple(step for step in path if not isinstance(step, int))
 
 

@@ -1,9 +1,9 @@
 """The parts of a decoder layer: RMSNorm, rotary embeddings, grouped attention, SwiGLU, block.
 
-The modules hold shapes only; weights are a plain dict of arrays that goes through `apply`.
-Norms, rotary angles and softmax are float32 whatever the weights are: in bfloat16 they would
-lose more than they save. Queries, keys and values are packed by key-value head, gate and up side
-by side, so that one product reads each weight once and a mesh can split the heads.
+The modules hold shapes only; weights are a plain dict of arrays passed to `apply`.
+Norms, rotary angles and softmax are float32 for any weight dtype, since bfloat16 would lose more
+than it saves. Queries, keys and values are packed by key-value head, gate and up side by side, so
+that one product reads each weight once and a mesh can split the heads.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     """Rotary frequencies, float32 of (head_dim / 2,), radians per position.
 
     References: RoFormer (2104.09864); `llama3` scaling as released with Llama 3.1: wavelengths
-    up to original / high are kept, those beyond original / low are divided by `factor`,
-    and between the two the frequencies are blended.
+    up to original / high keep their frequency, the frequencies of wavelengths beyond
+    original / low are divided by `factor`, and frequencies between these limits are blended.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequency = (1.0 / (np.float32(theta) ** exponent)).astype(np.float32)
@@ -57,14 +57,14 @@ def rotation(cfg: BlockConfig, position_BT: Array) -> Rotation:
 
 
 class Normed(NamedTuple):
-    """A normed array in two parts, whose product it is.
+    """A normed array as a product of two parts.
 
-    A linear layer multiplies by the factor after its product, where it costs nothing; done
-    before, it would be a kernel of its own, and the next one would wait for it.
+    A linear layer multiplies by `factor` after its matrix product, at no extra cost; multiplying
+    before the product would be a separate kernel that the product waits for.
     """
 
     scaled: Array
-    factor: Array | None  # float32, the last axis is 1; None: 1
+    factor: Array | None  # float32, the last axis is 1; None means 1
 
 
 class RMSNorm(nn.Module):
@@ -78,10 +78,11 @@ class RMSNorm(nn.Module):
         return x32.astype(x.dtype) * _spread(scale, x)
 
     def parts(self, x: Array) -> Normed:
-        """The same for a linear layer, in parts where that is cheaper.
+        """The normed array for a linear layer, in two parts if that is cheaper.
 
-        On GPUs XLA makes one kernel of the norm of several rows. Of a single row it makes two, but
-        one of its parts. TPUs would store the weights of a float32 product in float32.
+        On GPUs XLA compiles the norm of several rows to one kernel. For a single row XLA makes two
+        kernels, but one if the parts are kept apart. TPUs would store the weights of a float32
+        product in float32.
         """
         if x.size > x.shape[-1] or traced_platform() != "gpu":
             return Normed(self(x), None)
@@ -97,7 +98,7 @@ class RMSNorm(nn.Module):
 
 
 def _spread(vector: Array, x: Array) -> Array:
-    """A vector for each row of `x`, cast only then: training sums its gradient in its own dtype."""
+    """Broadcasts `vector` to `x`, then casts, so that its gradient is summed in its own dtype."""
     return jnp.broadcast_to(vector, x.shape).astype(x.dtype)
 
 
@@ -112,7 +113,7 @@ class Linear(nn.Module):
         x, factor = x if isinstance(x, Normed) else (x, None)
         init = nn.initializers.normal(INIT_STDDEV)
         kernel = self.get_variable("params", "kernel")
-        if not isinstance(kernel, Panels):  # of which Flax would check the shape of their array
+        if not isinstance(kernel, Panels):  # Flax would reject the shape of a panel array
             kernel = self.param("kernel", init, (x.shape[-1], *self.outputs))
         if factor is None:
             y = quantise.matmul(x, kernel, x.dtype)
@@ -157,7 +158,7 @@ class Attention(nn.Module):
         self, x_BTD: Array | Normed, turn: Rotation, seen: Seen, past: KV | None = None
     ) -> tuple[Array, KV, KV | None]:
         packed_BTKXE = sharding.constrain_inner(self.packed(x_BTD), "rows", None, "kv_heads")
-        heads_BKXTE = rotate_packed(packed_BTKXE, turn)  # a kernel does it itself, but for rows
+        heads_BKXTE = rotate_packed(packed_BTKXE, turn)  # a kernel rotates heads itself; for `rows`
         rows = rows_of(heads_BKXTE)
         if isinstance(seen, Sight):
             mixed_BTKGE, past = attend_cached(packed_BTKXE, turn, past, seen)
@@ -199,7 +200,7 @@ class Block(nn.Module):
         self.mlp = MLP(self.cfg)
 
     def rows(self, x_BTD: Array, turn: Rotation) -> KV:
-        """The cache rows of these tokens alone: no attention, no feed-forward."""
+        """The cache rows of these tokens, without attention or feed-forward."""
         return rows_of(self.attention.project(self.input_norm.parts(x_BTD), turn))
 
     def __call__(
@@ -207,8 +208,8 @@ class Block(nn.Module):
     ) -> tuple[Array, KV, KV | None]:
         """The block's output, its new rows, and the cache with these rows written.
 
-        With intervals or a mask (B, T, S) for `seen`, tokens attend to P past rows, if there are
-        any, and to each other; S is P + T, and nothing is written.
+        With `Intervals` or a mask (B, T, S) as `seen`, tokens attend to the P rows of `past`, if
+        any, and to each other; S is P + T, and no rows are written.
         """
         y_BTD, rows, past = self.attention(self.input_norm.parts(x_BTD), turn, seen, past)
         x_BTD = x_BTD + y_BTD
@@ -218,7 +219,7 @@ class Block(nn.Module):
 class CrossBlock(nn.Module):
     """A decoder layer whose queries come from one stream, keys and values from a memory.
 
-    Both streams go through the same input norm; the residual follows the queries.
+    Both streams share one input norm; the residual connection is that of the queries.
     References: paper section 3.2; authors' train/cross_attention.py.
     """
 
@@ -241,12 +242,12 @@ class CrossBlock(nn.Module):
         return x_BTD + self.mlp(self.post_attention_norm.parts(x_BTD))
 
     def both(self, x_BTD: Array, memory_BTD: Array, turn: Rotation, seen: Seen) -> Array:
-        """The block's output where queries and memory are of the same tokens, as in training."""
+        """The block's output for queries and memory of the same tokens, as in training."""
         return self(x_BTD, turn, self.rows(memory_BTD, turn), seen)
 
 
 class CrossAttention(nn.Module):
-    """Attention from queries to memory rows: q and k, v are separate products."""
+    """Attention from queries to memory rows, with one projection for q and one for k and v."""
 
     cfg: BlockConfig
 

@@ -4,11 +4,11 @@ Weights are a plain dict:
 
     embed (V, D)    layers    final_norm.scale (D,)    lm_head (D, V), absent when tied
 
-Any matrix may be quantised (`model/quantise.py`); its dtype is then that of the activations.
+Any matrix may be quantised (`model/quantise.py`); its dtype is then the activations' dtype.
 For decoding, `layers` is a list of L blocks, run one after the other: each weight and each cache
-is an array of its own, so that nothing is copied. For training it is one block whose leaves have
-a leading L axis, run by `scan`: it compiles in the same time for any depth. The same pass serves
-prefill, plain decoding, chains and trees, which differ only in positions and masks.
+is a separate array, so that nothing is copied. For training, `layers` is one block whose leaves
+have a leading L axis, run by `scan`, so that compile time does not depend on the depth. Prefill,
+plain decoding, chains and trees use the same pass and differ only in positions and masks.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from moa_jax.model.layers import INIT_STDDEV, Block, RMSNorm, rotation
 Array = jax.Array
 Params = dict[str, Any]
 Caches = tuple[KV, ...]
-Rows = tuple[KV, ...] | KV  # one a layer, or stacked (L, B, K, T, E) where layers are
+Rows = tuple[KV, ...] | KV  # one per layer, or (L, B, K, T, E) if the layers are stacked
 
 
 class Context(NamedTuple):
     """Positions of the T tokens of a pass, and the rows that they attend to.
 
-    In decoding `seen` is a sight of the caches, and the tokens' rows are written to them. In
-    training it is intervals or a mask of the P past rows in `caches`, if there are any, and the T.
+    In decoding `seen` is a `Sight` of the caches, and the pass writes the tokens' rows to the
+    caches. In training `seen` is `Intervals` or a mask over the P past rows in `caches`, if any,
+    and the T rows of the pass.
     """
 
     position_BT: Array
@@ -47,9 +48,9 @@ class Context(NamedTuple):
 class Pass(NamedTuple):
     """Outputs of one target pass over T tokens."""
 
-    hidden_BTD: Array  # after the final norm; `unembed` makes logits of it
+    hidden_BTD: Array  # after the final norm; `unembed` turns it into logits
     rows: Rows  # the tokens' keys (after RoPE) and values in every layer
-    tapped: tuple[Array, ...]  # the residual streams that were asked for, (B, T, D) each
+    tapped: tuple[Array, ...]  # the residual streams named by `tap`, (B, T, D) each
     caches: Caches | None  # with the rows written
 
 
@@ -71,19 +72,19 @@ def init(cfg: TargetConfig, key: Array) -> Params:
 
 
 def init_caches(cfg: TargetConfig, batch: int, rows: int, dtype: jnp.dtype) -> Caches:
-    """One empty cache a layer."""
+    """One empty cache per layer."""
     return tuple(cache.empty(cfg.block, batch, rows, dtype) for _ in range(cfg.num_layers))
 
 
 def embed(params: Params, tokens_BT: Array, dtype: jnp.dtype | None = None) -> Array:
-    """Token embeddings, in the weights' dtype unless another is named."""
-    tokens_BT = sharding.constrain_inner(tokens_BT, "head_rows")  # the table stays where it is
+    """Token embeddings, in `dtype` or, by default, the weights' dtype."""
+    tokens_BT = sharding.constrain_inner(tokens_BT, "head_rows")  # the table is not moved
     x_BTD = sharding.constrain_inner(quantise.lookup(params["embed"], tokens_BT), "head_rows")
     return x_BTD if dtype is None else x_BTD.astype(dtype)
 
 
 def unembed(params: Params, hidden_BTD: Array) -> Array:
-    """Float32 logits (B, T, V) of final-normed states; without a head the embedding serves."""
+    """Float32 logits (B, T, V) of final-normed states; uses the embedding if there is no head."""
     if "lm_head" in params:
         return quantise.matmul(hidden_BTD, params["lm_head"], jnp.float32)
     return quantise.matmul_rows(hidden_BTD, params["embed"], jnp.float32)
@@ -104,7 +105,7 @@ def forward(
 ) -> Pass:
     """One pass over T new tokens.
 
-    `tap` names residual streams by the layer they enter, so 0 is the embedding.
+    `tap` lists residual streams to return, by the layer they enter: 0 is the embedding.
     """
     x_BTD = sharding.constrain(embed(params, tokens_BT, dtype), "rows")
     x_BTD, rows, tapped, caches = apply_blocks(cfg.block, params["layers"], x_BTD, context, tap)
@@ -112,9 +113,9 @@ def forward(
 
 
 def stack_rows(rows: Rows) -> KV:
-    """The rows of all layers in one array each, (L, B, K, T, E).
+    """Stacks the keys of all layers, and the values, to (L, B, K, T, E).
 
-    In memory the layers of a token lie side by side, as drafters read them.
+    In memory the layers of a token are contiguous, as drafters read them.
     """
     if isinstance(rows, KV):
         return rows
@@ -129,7 +130,7 @@ def apply_blocks(
     context: Context,
     tap: Sequence[int] = (),
 ) -> tuple[Array, Rows, tuple[Array, ...], Caches | None]:
-    """Runs a list of layers one by one, or stacked layers, which take no caches, by `scan`."""
+    """Runs a list of layers one by one, or stacked layers by `scan`, which takes no caches."""
     block, turn = Block(cfg), rotation(cfg, context.position_BT)
     seen, caches = context.seen, context.caches
     if isinstance(layers, list):

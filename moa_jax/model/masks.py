@@ -1,6 +1,6 @@
-"""Attention masks, queries before keys: intervals in training, sights of caches in decoding.
+"""Attention masks, queries before keys: `Intervals` in training, a `Sight` of caches in decoding.
 
-As booleans, True means visible.
+True means visible in a boolean mask.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Array = jax.Array
 )
 @dataclasses.dataclass(frozen=True)
 class Intervals:
-    """Visible rows of P parts with T rows each: of each part the rows first to last, if any.
+    """Visible rows of P parts with T rows each: rows first to last of each part, if any.
 
         first 0 0 2    x . .
         last  0 1 2    x x .
                        . . x
 
-    All masks of training are of this kind. The last parts, one for each number in `behind`, show a
-    token at most one row: that of the token which stands `behind[i]` places before it.
+    All training masks are `Intervals`. In the last parts, one per number in `behind`, a token sees
+    at most one row: the row of the token `behind[i]` positions earlier.
     """
 
     first_PBT: Array
@@ -38,7 +38,7 @@ class Intervals:
     behind: tuple[int, ...] = ()
 
     def mask(self) -> Array:
-        """The same as booleans, (B, T, P T)."""
+        """The equivalent boolean mask, (B, T, P T)."""
         row_T = jnp.arange(self.first_PBT.shape[2])
         seen = (self.first_PBT[..., None] <= row_T) & (row_T <= self.last_PBT[..., None])
         return jnp.concatenate(list(seen), axis=-1)
@@ -50,7 +50,7 @@ def _intervals(*parts: tuple[Array, Array], behind: tuple[int, ...] = ()) -> Int
 
 
 def _begin(segment_BT: Array) -> Array:
-    """Start of each token's segment, (B, T); the tokens of a segment stand together."""
+    """Start of each token's segment, (B, T); the tokens of a segment are contiguous."""
     return known_until(jnp.zeros(segment_BT.shape, bool), segment_BT)
 
 
@@ -59,7 +59,7 @@ def _index(segment_BT: Array) -> Array:
 
 
 def causal(segment_BT: Array) -> Intervals:
-    """Each token sees itself and what came before it in its own segment.
+    """Each token sees itself and the earlier tokens of its own segment.
 
     segment 1 1 1 2 2
           1 x . . . .
@@ -74,8 +74,8 @@ def causal(segment_BT: Array) -> Intervals:
 def known_until(known_BT: Array, segment_BT: Array) -> Array:
     """Index of the last known token at or before each token, in its segment; (B, T) int32.
 
-    Known tokens are those whose target activations a drafter would have in decoding. In a
-    segment without any, the first token counts as known.
+    Known tokens are those whose target activations are available to a drafter in decoding. In a
+    segment without known tokens, the first token counts as known.
 
         known  1 1 0 0 0 1 0 0
         start  0 1 1 1 1 5 5 5
@@ -90,10 +90,10 @@ def known_until(known_BT: Array, segment_BT: Array) -> Array:
 
 
 def known_past(segment_BT: Array) -> Array:
-    """`known_until` where everything before a token counts as known; (B, T) int32.
+    """`known_until` with every earlier token of the segment known; (B, T) int32.
 
-    Every token is treated as the first of a round, whose own activations are not there yet. The
-    first token of a segment has nothing before it, and sees itself. With `bounded_memory`:
+    Every token is treated as the first token of a round, whose own activations do not exist yet.
+    The first token of a segment has no earlier token and sees itself. With `bounded_memory`:
 
         segment 1 1 1 1 2 2
         start   0 0 1 2 4 4
@@ -111,7 +111,7 @@ def known_past(segment_BT: Array) -> Array:
 
 
 def bounded_memory(start_BT: Array, segment_BT: Array) -> Intervals:
-    """Cross-attention sees the memory of known tokens, never of the future.
+    """Cross-attention sees the memory of known tokens, never of future tokens.
 
     Queries 1, 2 and 3 steps after the last known token see the same memory, as in decoding,
     where the target has verified nothing newer.
@@ -130,7 +130,7 @@ def bounded_memory(start_BT: Array, segment_BT: Array) -> Intervals:
 
 
 def staircase(start_BT: Array) -> Intervals:
-    """Self-attention sees only tokens after the last known one, and itself.
+    """In self-attention a token sees the tokens after the last known one, and itself.
 
         known  1 1 0 0 1 0
              1 x . . . . .
@@ -147,11 +147,11 @@ def staircase(start_BT: Array) -> Intervals:
 
 
 def on_policy(start_BT: Array, segment_BT: Array) -> Intervals:
-    """Reused layers see the target's rows up to the last known token, drafts after: two parts.
+    """Reused layers see the target's rows up to the last known token, then drafts: two parts.
 
-    The first T rows are the target's keys and values of the tokens, the other T those of the
-    drafter's stream. Tokens 1, 2 and 3 steps after the last known one see the same rows of the
-    target, and the drafts since then, as a chain does in decoding.
+    The first T rows are the target's keys and values of the tokens, the other T rows those of the
+    drafter's stream. Tokens 1, 2 and 3 steps after the last known one see the same target rows
+    and the drafts since that token, as a chain does in decoding.
 
         known      target's     drafts'
              1 x . . . . . | . . . . . .
@@ -161,19 +161,19 @@ def on_policy(start_BT: Array, segment_BT: Array) -> Intervals:
              1 x x x x x . | . . . . . .
              0 x x x x x . | . . . . . x
 
-    References: ours. Authors' train/moa_spec.py uses `causal` here, where a token also sees
-    the drafter's states of unknown tokens that decoding would have verified by then.
+    References: ours. Authors' train/moa_spec.py uses `causal` instead, so that a token also sees
+    the drafter's states of earlier tokens that decoding would already have verified.
     """
     return _intervals((_begin(segment_BT), start_BT), (start_BT + 1, _index(segment_BT)))
 
 
 def fed_back(segment_BT: Array, step: int) -> Intervals:
-    """Drafters fed their own features: what a token sees in pass `step`, of a part for each pass.
+    """Mask of pass `step` of a drafter that is fed its own features, with one part per pass.
 
-    In pass j each token is the (j + 1)-th after the last known one. Of the first pass, whose
-    features are the target's, it sees the rows up to j tokens before itself; of each later pass i
-    it sees the one row on its path. Pass 2 of one segment, whose first token 0 has no feature
-    before it and is seen by itself alone:
+    In pass j each token is the (j + 1)-th after the last known one. A token sees the rows of pass
+    0, whose features are the target's, up to j tokens before itself, and one row of each later
+    pass i, the row on its path. Pass 2 of one segment, whose first token 0 has no feature before
+    itself and is visible to itself alone:
 
              pass 0         pass 1         pass 2
         0    . . . . .    | . . . . .    | x . . . .
@@ -188,17 +188,17 @@ def fed_back(segment_BT: Array, step: int) -> Intervals:
     if step == 0:
         return _intervals((jnp.minimum(begin_BT + 1, index_BT), index_BT))
     behind = tuple(step - i for i in range(1, step + 1))
-    # Of a path that would begin in another segment nothing is seen.
+    # A path that would begin in another segment is an empty interval.
     paths = [(jnp.maximum(begin_BT, index_BT - far), index_BT - far) for far in behind]
     return _intervals((begin_BT + 1, index_BT - step), *paths, behind=behind)
 
 
 def earlier_blocks(position_BT: Array, segment_BT: Array, size: int) -> Intervals:
-    """Cross-attention sees whole blocks of `size` tokens before a token's own.
+    """Cross-attention sees the whole blocks of `size` tokens before a token's own block.
 
-    Blocks are counted from the start of each conversation. In decoding memory ends with the last
-    verified token; here it ends with the block before, 1 to `size` tokens back. Tokens of the
-    first block see nothing. With a size of 2:
+    Blocks are counted from the start of each conversation. In decoding, memory ends with the last
+    verified token; in this mask, memory ends with the previous block, 1 to `size` tokens back.
+    Tokens of the first block see nothing. With a size of 2:
 
         block 0 0 1 1 2 0
             0 . . . . . .
@@ -217,16 +217,16 @@ def earlier_blocks(position_BT: Array, segment_BT: Array, size: int) -> Interval
 def cached(ancestor_BNX: Array, length_B: Array, rows: int) -> Array:
     """New nodes see all verified rows of the cache and, of the rows after them, their ancestors.
 
-    Shape (B, N, rows). X nodes stand in the cache at rows length to length + X - 1; the N that
-    attend are the last of them. Rows behind them are left-overs and stay hidden. A prompt, a
-    chain and a single token have a lower triangle as ancestor matrix, see `line`.
+    Shape (B, N, rows). X nodes are stored at cache rows length to length + X - 1; the N attending
+    nodes are the last N of the X. Later rows are left-overs and stay hidden. The ancestor matrix
+    of a prompt, a chain or a single token is a lower triangle, see `line`.
 
         rows      0 1 2 | 3 4 5 | 6 7     length 3, N 3: a root with two children
         root      x x x | x . . | . .
         child a   x x x | x x . | . .
         child b   x x x | x . x | . .
 
-    A node is among its own ancestors; a first axis of 1 serves every row of a batch.
+    A node is one of its own ancestors; a first axis of 1 applies to every row of a batch.
     """
     B, shape = length_B.shape[0], ancestor_BNX.shape[1:]
     ancestor_BNX = jnp.broadcast_to(ancestor_BNX, (B, *shape))
@@ -255,13 +255,13 @@ class Sight:
         return self.length_B + (self.num_behind - num_tokens)
 
     def behind(self, num_tokens: int) -> Array | np.ndarray:
-        """Mask of the X tokens after the prefix, (B, T, X); the first axis may be 1."""
+        """Mask over the X rows after the prefix, (B, T, X); the first axis may be 1."""
         if self.ancestor_BTX is not None:
             return self.ancestor_BTX
         return line(self.num_behind)[:, self.num_behind - num_tokens :]
 
     def mask(self, num_tokens: int, rows: int) -> Array:
-        """The same as a mask (B, T, rows); without tokens behind the verified rows T is 1."""
+        """The equivalent mask (B, T, rows); T is 1 without tokens after the verified rows."""
         if self.num_behind:
             seen_BTS = cached(self.behind(num_tokens), self.length_B, rows)
         else:
@@ -270,11 +270,11 @@ class Sight:
 
 
 def sight(length_B: Array, ancestor_BTX: Array | np.ndarray | None = None, first: int = 0) -> Sight:
-    """A pass over T tokens that see `length` verified rows and, of X rows behind, their ancestors.
+    """The visible rows of T tokens: `length` verified rows, and ancestors among the X rows after.
 
-    The T tokens are the last of the X, and a first axis of 1 serves every row of a batch. A
-    constant line of ancestors is kept as its length alone. Without ancestors there are no rows
-    behind, and the pass writes none. Rows before `first` are hidden.
+    The T tokens are the last of the X, and a first axis of 1 applies to every row of a batch. A
+    constant ancestor matrix of a chain is stored as its length alone. With `ancestor_BTX` None, X
+    is 0 and the pass writes no rows. Rows before `first` are hidden.
     """
     if ancestor_BTX is None:
         return Sight(length_B, None, 0, first)
@@ -285,7 +285,7 @@ def sight(length_B: Array, ancestor_BTX: Array | np.ndarray | None = None, first
 
 
 def line(num_nodes: int) -> np.ndarray:
-    """The ancestor matrix of a chain, (1, N, N): each node descends from all nodes before it.
+    """The ancestor matrix of a chain, (1, N, N): all earlier nodes are ancestors of a node.
 
     root      x . .
     child     x x .

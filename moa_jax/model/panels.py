@@ -1,11 +1,11 @@
-"""Float32 weights for CPUs: a matrix cut into panels of columns, each of which lies in one piece.
+"""Float32 weights for CPUs: a matrix split into panels of columns, each contiguous in memory.
 
     w (D, F)   ->   columns_PDC      panel p holds columns p * C .. p * C + C - 1
 
-XLA's library for CPUs cuts a matrix (D, F) like this in every product with several rows, which
-costs more than multiplying few of them. Cut beforehand and multiplied as `multiply` does, each
-weight is read once for any number of rows, and a row has the same bits among any number of rows. A
-pass over 4 rows costs little more than a pass over one.
+XLA's CPU library splits a matrix (D, F) into panels for every product with several rows, which
+costs more than multiplying a few rows. `multiply` takes a matrix that was split beforehand: each
+weight is read once for any number of rows, and the result of a row has the same bits for any number
+of rows. A pass over 4 rows costs little more than a pass over one row.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from jax import lax
 
 Array = jax.Array
 
-WIDTH = 64  # columns of a panel; 32 are as fast, 16 and 128 are not
-LEAST_ROWS = 2  # of a single row the library makes a sum of its own, 25 times slower
+WIDTH = 64  # columns of a panel; 32 are equally fast, 16 and 128 are slower
+LEAST_ROWS = 2  # for a single row the library uses a separate sum, 25 times slower
 
 
 @functools.partial(
@@ -31,7 +31,7 @@ LEAST_ROWS = 2  # of a single row the library makes a sum of its own, 25 times s
 )
 @dataclasses.dataclass(frozen=True)
 class Panels:
-    """A matrix (D, *outputs) in the place of an array in a parameter tree."""
+    """A matrix (D, *outputs) that replaces an array in a parameter tree."""
 
     columns_PDC: Array
     outputs: tuple[int, ...]
@@ -45,15 +45,15 @@ class Panels:
         return self.columns_PDC.dtype
 
     def whole(self) -> Array:
-        """The matrix (D, *outputs) as it was."""
+        """The matrix (D, *outputs) as a single array."""
         return jnp.moveaxis(self.columns_PDC, 0, 1).reshape(self.shape)
 
 
 def cut(kernel: Any) -> Any:
-    """A kernel (D, *outputs) in panels, or as it is where panels would not help.
+    """A kernel (D, *outputs) as `Panels`, or unchanged if panels are not applicable.
 
-    These are kernels that are no float32 array, that lie on several devices, or whose columns do
-    not fill panels.
+    A kernel stays unchanged if it is not a float32 array, lies on several devices or has columns
+    that do not fill panels, and if `is_fast` is False.
     """
     inputs, *outputs = kernel.shape
     number, rest = divmod(math.prod(outputs), WIDTH)
@@ -69,14 +69,14 @@ def _cut(kernel_DPC: Array) -> Array:
 
 
 def multiply(x: Array, panels: Panels) -> Array:
-    """x (..., D) with the matrix, (..., F) in float32."""
+    """The product of x (..., D) and the matrix, (..., F) in float32."""
     *before, inputs = x.shape
     rows_XD = x.reshape(-1, inputs).astype(panels.dtype)
     X = len(rows_XD)
     rows_XD = jnp.pad(rows_XD, ((0, max(LEAST_ROWS - X, 0)), (0, 0)))
-    # Not a `dot_general`, for which XLA would first copy the rows for each panel. And where the
-    # same weights are multiplied again, XLA must not see it: it would spread them over the rows
-    # once for all products, and store that.
+    # Not a `dot_general`, for which XLA would first copy the rows for each panel. The barrier hides
+    # from XLA that several products share the same weights: XLA would broadcast the weights over
+    # the rows once for all products, and store the result.
     rows_XD, columns_PDC = lax.optimization_barrier((rows_XD, panels.columns_PDC))
     # Panels are the outer loop: with rows outside, XLA reads all panels again for every two rows.
     y_PXC = jnp.sum(rows_XD[:, :, None] * columns_PDC[:, None], axis=2)
@@ -84,10 +84,10 @@ def multiply(x: Array, panels: Panels) -> Array:
 
 
 def multiply_bfloat16(x: Array, kernel_DF: Array) -> Array:
-    """x (..., D) with a matrix, both in bfloat16, (..., F) in float32.
+    """The product of x (..., D) and a matrix, both in bfloat16, (..., F) in float32.
 
-    XLA's library for CPUs has products in bfloat16 of at least two rows with float32 results. All
-    others are loops, several times slower.
+    XLA's CPU library has bfloat16 products of at least two rows with float32 results. XLA compiles
+    all other bfloat16 products to loops, several times slower.
     """
     *before, inputs = x.shape
     rows_XD = x.reshape(-1, inputs)
@@ -99,7 +99,7 @@ def multiply_bfloat16(x: Array, kernel_DF: Array) -> Array:
 
 @functools.cache
 def is_fast() -> bool:
-    """Whether XLA here makes one library call of `multiply`; a loop of its own is far slower."""
+    """Whether XLA compiles `multiply` to one library call; XLA's own loop is far slower."""
     if jax.default_backend() != "cpu":
         return False
     struct = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)

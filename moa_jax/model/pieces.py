@@ -1,6 +1,6 @@
-"""The likeliest tokens of a vocabulary, in the way that the device finds them fast.
+"""Argmax and top-k over a vocabulary, in a form that is fast on the device.
 
-Large vocabularies are cut in pieces, because a GPU gives each row to one of its many processors.
+Large vocabularies are split into pieces, because a GPU assigns each row to a single processor.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from moa_jax.runtime.devices import traced_platform
 
 Array = jax.Array
 
-# Tokens of a piece. Below, a CPU would lose by pieces, and a GPU would gain nothing.
+# Tokens per piece. Smaller pieces would be slower on a CPU, and no faster on a GPU.
 PIECE = 8192
 
 
 def in_pieces(x_BNV: Array, fill: float | int) -> Array:
-    """A vocabulary as pieces (B, N, X, P) of at most PIECE tokens; `fill` stands behind the last.
+    """Reshapes a vocabulary to pieces (B, N, X, P) of at most PIECE tokens, padded with `fill`.
 
-    Sizes of vocabularies are multiples of powers of two, so hardly any has to be filled up.
+    Vocabulary sizes are multiples of powers of two, so padding is rarely needed.
     """
     B, N, V = x_BNV.shape
     X = 1 << ((V - 1) // PIECE).bit_length()
@@ -31,21 +31,22 @@ def in_pieces(x_BNV: Array, fill: float | int) -> Array:
 
 
 def likeliest(order_XV: Array) -> Array:
-    """`argmax` over the last axis of (..., V), as int32 (...); 0 where `finite_argmax` has -1."""
+    """`argmax` over the last axis of (..., V), as int32 (...); 0 where `finite_argmax` is -1."""
     return jnp.maximum(finite_argmax(order_XV), 0)
 
 
 def finite_argmax(order_XV: Array) -> Array:
     """`argmax` over the last axis of (..., V), as int32 (...); -1 where the maximum is not finite.
 
-    So it is for NaN anywhere in a row, for infinity, and for -infinity alone: the passes of an
-    argmax see it on their way. XLA for CPUs goes through an argmax number by number, and through a
-    maximum vector by vector; but its maximum leaves out NaN.
+    The result is -1 for a row with a NaN or +infinity, and for a row of -infinity only; this check
+    needs no pass besides those of the argmax. XLA on CPUs vectorises a maximum but not an argmax,
+    and its maximum ignores NaN.
     """
     if traced_platform() != "cpu":
         best_X, place_X = _argmax_with_max(order_XV)
     else:
-        # XLA must not compute it twice, once for each pass: rounded otherwise, none would be best.
+        # XLA must not recompute `order_XV` per pass: with other rounding no value would equal the
+        # maximum.
         order_XV = lax.optimization_barrier(order_XV)
         V, best_X = order_XV.shape[-1], order_XV.max(axis=-1)
         place_XV = lax.broadcasted_iota(jnp.int32, order_XV.shape, order_XV.ndim - 1)
@@ -56,7 +57,7 @@ def finite_argmax(order_XV: Array) -> Array:
 
 
 def _argmax_with_max(order_XV: Array) -> tuple[Array, Array]:
-    """The reduction of `jnp.argmax`, which drops the first of its two results."""
+    """The reduction inside `jnp.argmax`, which discards the maximum; returns maximum and index."""
 
     def better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
         (one, at), (two, other) = a, b
@@ -71,15 +72,15 @@ def _argmax_with_max(order_XV: Array) -> tuple[Array, Array]:
 
 
 def top_k(order_BNV: Array, count: int) -> tuple[Array, Array]:
-    """`lax.top_k`, ties included: of each piece, then of what is best in all pieces."""
+    """Equals `lax.top_k`, also for ties: top-k of each piece, then of the pieces' results."""
     if count == 1:
         index_BN1 = likeliest(order_BNV)[..., None]
         return jnp.take_along_axis(order_BNV, index_BN1, axis=-1), index_BN1
     order_BNXP = in_pieces(order_BNV, -jnp.inf)
     B, N, X, P = order_BNXP.shape
-    if X == 1 or count > order_BNV.shape[-1]:  # the latter is refused
+    if X == 1 or count > order_BNV.shape[-1]:  # `lax.top_k` raises an error for the latter
         return lax.top_k(order_BNV, count)
-    # Equals of a piece come out in their order, and so do the pieces: the first of equals wins.
+    # Ties keep their order within a piece, and pieces keep theirs: the lowest index comes first.
     best_BNXk, place_BNXk = lax.top_k(order_BNXP, min(count, P))
     place_BNXk += P * jnp.arange(X, dtype=jnp.int32)[:, None]
     best_BNk, winner_BNk = lax.top_k(best_BNXk.reshape(B, N, -1), count)

@@ -1,14 +1,13 @@
-"""Weights of eight bits: a matrix is integers or float8, and a scale for each output channel.
+"""8-bit weights: a matrix is stored as int8 or float8, with one scale per output channel.
 
     w_DF  ~  values_DF * scale_F        x @ w  ~  (x @ values) * scale
 
-A product reads the eight bits, widens them and scales what comes out. On GPUs they are widened on
-their way into the multiplication; CPUs, and libtpu today, store the widened matrix first. Only
-matrices are quantised. Norm scales and biases stay what they are, and so do activations and caches.
-An embedding (V, D) has a scale for each row, which serves a lookup and, where the head is tied to
-it, the output channels.
+A product reads the 8-bit values, casts them up and scales the result. GPUs fuse the cast into the
+multiplication; CPUs, and libtpu today, store the cast matrix first. Only matrices are quantised:
+norm scales, biases, activations and caches keep their dtype. An embedding (V, D) has one scale per
+row, which serves a lookup and, if the head is tied to the embedding, the output channels.
 
-References: LLM.int8() (arXiv 2208.07339) for symmetric scales by vector.
+References: LLM.int8() (arXiv 2208.07339) for symmetric vector-wise scales.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ Array = jax.Array
 
 Format = Literal["int8", "fp8"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-_LARGEST = {"int8": 127.0, "fp8": 448.0}  # what the largest weight of a channel becomes
+_LARGEST = {"int8": 127.0, "fp8": 448.0}  # stored value of a channel's largest weight
 _DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
-# Leaves of parameter trees that are matrices: the axis that a product with them sums over.
+# Names of the leaves that are matrices, and the axis that a product sums over.
 _SUMMED = {"kernel": 0, "lm_head": 0, "head": 0, "embed": 1}
 
-ROWS_OF_A_TPU_TILE = 32  # of eight bits
-MOST_TILES = 128  # read for a lookup; beyond them copying the table costs no more
+ROWS_OF_A_TPU_TILE = 32  # 8-bit rows
+MOST_TILES = 128  # maximum tiles read for a lookup; for more, copying the table costs no more
 
 
 class Quantised(NamedTuple):
-    """A matrix of eight bits, in the place of an array in a parameter tree.
+    """An 8-bit matrix that replaces an array in a parameter tree.
 
     Flax checks the shape of a parameter's first leaf, so `values` comes first.
     """
 
     values: Array  # int8 or float8_e4m3fn
-    scale: Array  # one number an output channel, in the dtype of activations
+    scale: Array  # one element per output channel, in the dtype of activations
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,7 +55,7 @@ class Quantised(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """That of the matrix it stands for, and so of activations and caches."""
+        """The dtype of the unquantised matrix, and so of activations and caches."""
         return self.scale.dtype
 
 
@@ -64,23 +63,23 @@ Matrix = Array | Quantised | Panels
 
 
 def quantise(weight: Array, weights: Format, summed: int) -> Quantised:
-    """Round a matrix to eight bits; `summed` is the axis that products sum over.
+    """Quantise a matrix to eight bits; `summed` is the axis that products sum over.
 
-    The scale is rounded first, so that its own error is not in what the values stand for. A
-    channel of zeros, or of numbers too small to divide by, gets a scale of 1. A channel that is
-    not finite gets a scale that is not. Raises InputError for float16, which has no numbers small
-    enough for scales.
+    The scale is rounded first, so that its rounding error does not add to the error of the values.
+    A channel of zeros, or of values too small to divide by, gets a scale of 1. A channel with
+    non-finite values gets a NaN scale. Raises InputError for float16, whose range is too small
+    for scales.
     """
     if weight.dtype == jnp.float16:
         raise InputError("float16 has no room for the scales of eight bits: choose another dtype")
     largest = jnp.max(jnp.abs(weight.astype(jnp.float32)), axis=summed, keepdims=True)
     scale = largest / _LARGEST[weights]
     scale = scale.astype(weight.dtype)
-    # XLA's maximum on CPUs leaves out NaN. The barrier is for the reason below.
+    # XLA's maximum on CPUs ignores NaN. The next comment explains the barrier.
     is_finite = jnp.isfinite(lax.optimization_barrier(weight)).all(axis=summed, keepdims=True)
     scale = jnp.where(is_finite, scale, jnp.nan)
     scale = jnp.where(scale < jnp.finfo(weight.dtype).tiny, jnp.ones_like(scale), scale)
-    # Widened anew, and XLA must not see it: on a CPU it would store one float32 weight for both.
+    # The barrier makes XLA cast again; a CPU would otherwise store one float32 weight for both.
     values = lax.optimization_barrier(weight).astype(jnp.float32) / scale.astype(jnp.float32)
     if weights == "int8":
         values = jnp.round(values)
@@ -89,13 +88,13 @@ def quantise(weight: Array, weights: Format, summed: int) -> Quantised:
 
 
 def stored_as(path: tuple[Any, ...], leaf: Array, weights: Format | None) -> Matrix:
-    """A leaf of a parameter tree in a format: matrices are quantised, the rest stays."""
+    """A leaf of a parameter tree in a format: matrices are quantised, other leaves unchanged."""
     summed = _SUMMED.get(path[-1]) if path else None
     return leaf if weights is None or summed is None else quantise(leaf, weights, summed)
 
 
 def sharding_as(path: tuple[Any, ...], leaf: Matrix, where: NamedSharding) -> Any:
-    """Sharding of a quantised leaf whose array would have the sharding `where`."""
+    """The sharding of a leaf, quantised or not, whose array has the sharding `where`."""
     if not isinstance(leaf, Quantised):
         return where
     axes = [part for axis, part in enumerate(where.spec) if axis != _SUMMED[path[-1]]]
@@ -103,7 +102,7 @@ def sharding_as(path: tuple[Any, ...], leaf: Matrix, where: NamedSharding) -> An
 
 
 def quantise_params(params: Any, weights: Format) -> Any:
-    """A parameter tree, with its layers in a list, whose matrices are quantised."""
+    """Quantises the matrices of a parameter tree whose layers are a list."""
 
     def of(path: tuple[Any, ...], leaf: Array) -> Matrix:
         return stored_as(tuple(getattr(key, "key", None) for key in path), leaf, weights)
@@ -112,14 +111,14 @@ def quantise_params(params: Any, weights: Format) -> Any:
 
 
 def placed_as(path: tuple[Any, ...], leaf: Matrix, where: NamedSharding | None) -> Matrix:
-    """Such a leaf within a program, there unless `where` is None."""
+    """Constrains a leaf to the sharding `where` within a program; unchanged if `where` is None."""
     if where is None:
         return leaf
     return lax.with_sharding_constraint(leaf, sharding_as(path, leaf, where))
 
 
 def shardings_of(params: Any, sharding_of: ShardingOf) -> Any:
-    """The shardings of a parameter tree whose matrices may be in a format, from its shapes."""
+    """The shardings of a parameter tree, from its shapes; matrices may be quantised."""
 
     def at(path: tuple[Any, ...], leaf: Matrix) -> Any:
         steps = tuple(getattr(step, "key", getattr(step, "idx", None)) for step in path)
@@ -130,7 +129,7 @@ def shardings_of(params: Any, sharding_of: ShardingOf) -> Any:
 
 
 def in_panels(params: Any) -> Any:
-    """A parameter tree, with its layers in a list, whose kernels are in panels where that helps."""
+    """Converts the kernels of a parameter tree, whose layers are a list, to panels if possible."""
 
     def of(path: tuple[Any, ...], leaf: Matrix) -> Matrix:
         is_kernel = _SUMMED.get(getattr(path[-1], "key", None)) == 0
@@ -141,18 +140,18 @@ def in_panels(params: Any) -> Any:
 
 
 def format_of(params: Any) -> Format | None:
-    """The format of a parameter tree's matrices; None where they are arrays."""
+    """The format of a parameter tree's matrices; None if the matrices are plain arrays."""
     stored = {leaf.dtype for leaf in jax.tree.leaves(params)}
     return next((name for name in FORMATS if jnp.dtype(_DTYPES[name]) in stored), None)
 
 
 def matrices(params: Any) -> list[Matrix]:
-    """The leaves of a parameter tree, a matrix of any form being one."""
+    """The leaves of a parameter tree; a matrix of any form counts as one leaf."""
     return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantised | Panels))
 
 
 def kernels(params: Any) -> list[Matrix]:
-    """The matrices (D, *outputs) of a parameter tree that rows are multiplied with."""
+    """The kernels (D, *outputs) of a parameter tree, whose products sum over axis 0."""
     is_matrix = lambda leaf: isinstance(leaf, Quantised | Panels)
     leaves = jax.tree.leaves_with_path(params, is_leaf=is_matrix)
     return [leaf for path, leaf in leaves if _SUMMED.get(getattr(path[-1], "key", None)) == 0]
@@ -164,11 +163,11 @@ def kernels(params: Any) -> list[Matrix]:
 def matmul(x: Array, kernel: Matrix, dtype: Any) -> Array:
     """x (..., D) @ kernel (D, *outputs), multiplied as one matrix, in `dtype`.
 
-    With a quantised kernel the sums are float32 until they are scaled. On a mesh the outputs stay
-    as they are: it may cut the second of two, and XLA would gather them to make a matrix.
+    With a quantised kernel the sums are float32 until they are scaled. On a mesh the output axes
+    are not joined: the mesh may split the second of two, and XLA would gather them to join.
     """
     inputs, *outputs = kernel.shape
-    is_master = kernel.dtype != x.dtype and not sharding.is_cut()  # kept in more bits, in training
+    is_master = kernel.dtype != x.dtype and not sharding.is_cut()  # higher precision, in training
     apart = sharding.cuts_outputs() and not is_master
     multiply = functools.partial(jnp.tensordot, axes=1) if apart else jnp.matmul
     joined = lambda array, *before: array if apart else array.reshape(*before, -1)
@@ -193,10 +192,10 @@ def _cast_and_multiply(x: Array, kernel_DF: Array, dtype: Any) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _by_master(x: Array, kernel_DF: Array, dtype: Any) -> Array:
-    """A product with a weight that training keeps in more bits than it computes with.
+    """A product with a weight that training stores in a higher precision than activations.
 
-    Its gradient is summed in those, over tokens and over devices: by the rule of a cast, parts in
-    few bits would be added up.
+    The weight's gradient is summed in the weight's dtype, over tokens and over devices; the
+    gradient of a plain cast would sum parts in the activations' dtype.
     """
     return _cast_and_multiply(x, kernel_DF, dtype)
 
@@ -218,7 +217,7 @@ _by_master.defvjp(_by_master_forward, _by_master_backward)
 
 
 def matmul_rows(x: Array, table_VD: Matrix, dtype: Any) -> Array:
-    """x (..., D) with every row of a table, (..., V) in `dtype`."""
+    """The products of x (..., D) with every row of a table, (..., V) in `dtype`."""
     quantised = isinstance(table_VD, Quantised)
     values_VD = (table_VD.values if quantised else table_VD).astype(x.dtype)
     y = jnp.einsum("...D,VD->...V", x, values_VD, preferred_element_type=dtype)
@@ -226,7 +225,7 @@ def matmul_rows(x: Array, table_VD: Matrix, dtype: Any) -> Array:
 
 
 def lookup(table_VD: Matrix, ids: Array) -> Array:
-    """Rows (..., D) of a table, which stays where a mesh for decoding has cut it."""
+    """Rows (..., D) of a table; a table that is split over a decoding mesh is not gathered."""
     if not sharding.is_cut():
         return _rows(table_VD, ids)
     mesh = jax.sharding.get_abstract_mesh()
@@ -241,7 +240,7 @@ def lookup(table_VD: Matrix, ids: Array) -> Array:
 
 
 def _rows_together(part_VD: Matrix, ids: Array) -> Array:
-    """Rows of a table that is split over devices; the device with a row sends it to all."""
+    """Rows of a table that is split over devices; each device sends the rows it holds to all."""
     count = part_VD.shape[0]
     place = ids - lax.axis_index("tensor") * count
     is_here = (place >= 0) & (place < count)
@@ -257,9 +256,9 @@ def _rows(table_VD: Matrix, ids: Array) -> Array:
 
 
 def _few_rows(values_VD: Array, ids: Array) -> Array:
-    """Rows of eight bits, for few ids on a TPU out of the tiles that hold them.
+    """Rows of 8-bit values; few ids on a TPU are read from the tiles that contain them.
 
-    On a TPU a tile has 32 rows of eight bits, and XLA copies a whole table to slice one row.
+    A TPU tile has 32 rows of 8-bit values, and XLA copies a whole table to slice one row.
     """
     count, width = values_VD.shape
     is_tiled = traced_platform() == "tpu" and count % ROWS_OF_A_TPU_TILE == 0

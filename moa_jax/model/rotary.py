@@ -1,4 +1,4 @@
-"""Rotary embeddings: heads turned by the angles of their tokens' positions.
+"""Rotary embeddings: rotate heads by the angles of their tokens' positions.
 
 References: RoFormer (2104.09864).
 """
@@ -21,7 +21,7 @@ class Rotation(NamedTuple):
 
 
 def rotate(x: Array, turn: Rotation) -> Array:
-    """`x` (B, T, heads..., E) rotated by its token's angles; the two halves of E are the pairs."""
+    """Rotates `x` (B, T, heads..., E) by each token's angles; the two halves of E form pairs."""
     spread = (slice(None), slice(None), *(None,) * (x.ndim - 3))
     cos, sin = turn.cos_BTE[spread], turn.sin_BTE[spread]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -29,9 +29,9 @@ def rotate(x: Array, turn: Rotation) -> Array:
 
 
 def rotate_packed(packed_BTKXE: Array, turn: Rotation, has_rows: bool = True) -> Array:
-    """Packed heads in the layout of attention: queries and keys rotated, tokens behind heads.
+    """Rotates packed heads and moves the token axis after the heads, the layout of attention.
 
-    X is G queries, and with rows a key and a value, the latter of which is not rotated. Returns
+    X is G queries and, if `has_rows`, a key and a value; the value is not rotated. Returns
     (B, K, X, T, E).
     """
     if not has_rows:

@@ -1,27 +1,27 @@
-"""Which part of each array a device holds: logical names of axes, and rules for them.
+"""Sharding of arrays over a mesh: logical axis names, and rules that map them to mesh axes.
 
-    mesh    data     rows of a batch; weights are copied
+    mesh    data     rows of a batch; weights are replicated
             fsdp     rows of a batch; weights are split, and gathered layer by layer when used
             tensor   heads, feed-forwards and vocabulary of every layer
 
     (D, K, G+2, E)  "embed", "kv_heads", None, None  --TRAIN-->  P("fsdp", "tensor", None, None)
                                                      --DECODE->  P(None, "tensor", None, None)
 
-The tables of `convert.py` hold the names beside the shapes. An unknown name is an error, and so
-are two axes of one array on the same mesh axis: else weights would silently be copied.
+The tables of `convert.py` hold the axis names with the shapes. An unknown name is an error, and so
+are two axes of one array on the same mesh axis, since weights would silently be replicated.
 
-In training the target is cut over `tensor` within its layers. The drafter is small, so it is not:
-over `tensor`, too, each device drafts rows of its own (`DRAFTER`), and the products of the frozen
-head, which need both, are cut by vocabulary.
+In training the layers of the target are split over `tensor`. The small drafter's layers are not:
+devices along `tensor` process different rows (`DRAFTER`). The products of the frozen head, which
+the target and the drafter share, are split by vocabulary.
 
     tensor      target             drafter            head
-    device 0    rows 0-1, heads/2  row 0, all of it   rows 0-1, V/2
-    device 1    rows 0-1, heads/2  row 1, all of it   rows 0-1, V/2
+    device 0    rows 0-1, heads/2  row 0, all heads   rows 0-1, V/2
+    device 1    rows 0-1, heads/2  row 1, all heads   rows 0-1, V/2
 
-A mesh for training has all three axes. One for decoding has no `fsdp`, since weights that are
-gathered anew for each token would take longer than they do to be read. In training, a mesh that
-does not divide an array is refused. In decoding each device gets the whole array, so that a drafter
-with few heads serves beside a target with many.
+A training mesh has all three axes. A decoding mesh has no `fsdp`, since gathering weights for each
+token would take longer than reading them. In training, a mesh that does not divide an array is an
+error. In decoding each device gets the whole array instead, so that a drafter with few heads can
+run with a target with many heads.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ ShardingOf = Callable[[convert.Path, convert.Shape], NamedSharding]
 
 TRAIN: AxisRules = {
     "rows": ("data", "fsdp"),  # of a batch
-    "head_rows": ("data", "fsdp"),  # the same where a product with the vocabulary takes them
+    "head_rows": ("data", "fsdp"),  # of a batch, as inputs of a product with the vocabulary
     "layers": None,  # scanned
     "embed": "fsdp",  # width of the residual stream
-    "features": None,  # several of these side by side, as a drafter's first product reads them
+    "features": None,  # several residual streams concatenated, the input of a drafter's first layer
     "memory": "tensor",  # keys and values of one layer, joined
-    "heads": "tensor",  # query heads, joined with their size
+    "heads": "tensor",  # query heads, joined with the head size
     "kv_heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
-    "table": ("fsdp", "tensor"),  # rows of the embedding: looked up where they are, then summed
+    "table": ("fsdp", "tensor"),  # rows of the embedding: looked up per device, then summed
 }
 
-# The widths of activations are whole on every device: a product cuts its outputs, or what it sums.
+# Activations have their full width on every device: a product splits its outputs or its inputs.
 DECODE: AxisRules = TRAIN | {"rows": "data", "embed": None, "features": "tensor", "table": "tensor"}
 
 
-# The same for weights that are never updated and fit every device: `fsdp` copies them.
+# Rules for weights that are never updated and fit every device: replicated over `fsdp`.
 COPIED: AxisRules = TRAIN | {"embed": None, "table": "tensor"}
 
 
-# The same for a drafter beside a target that is cut over `tensor`: all devices split its rows.
+# Rules for a drafter of a target that is split over `tensor`: all devices split its rows.
 DRAFTER: AxisRules = TRAIN | {
     "rows": MESH_AXES,
     "embed": ("fsdp", "tensor"),
@@ -83,7 +83,7 @@ _RULES: ContextVar[AxisRules] = ContextVar("rules", default=TRAIN)
 
 @contextlib.contextmanager
 def ruled_by(rules: AxisRules) -> Iterator[None]:
-    """Inside it, what is traced for a mesh for training is constrained by these rules."""
+    """Context manager that sets the rules for programs traced for a training mesh."""
     token = _RULES.set(rules)
     try:
         yield
@@ -92,12 +92,12 @@ def ruled_by(rules: AxisRules) -> Iterator[None]:
 
 
 def traced_spec(*axes: str | None) -> PartitionSpec:
-    """The mesh axes of an array that is being traced for a mesh for training."""
+    """The mesh axes of an array that is being traced for a training mesh."""
     return spec(axes, _RULES.get())
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> Mesh:
-    """The mesh of `devices`; InputError where its sizes do not multiply to their number."""
+    """The training mesh of `devices`; InputError if the sizes do not multiply to their number."""
     sizes = [cfg.data, cfg.fsdp, cfg.tensor]
     given = math.prod(size for size in sizes if size > 0)
     sizes = [len(devices) // given if size == -1 else size for size in sizes]
@@ -112,7 +112,7 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> Mesh:
 
 
 def decoding_mesh(tensor: int = 1, data: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of the first T x D devices; InputError for fewer, and for sizes below 1."""
+    """The decoding mesh of the first tensor * data devices; InputError for fewer or sizes < 1."""
     if min(tensor, data) < 1:
         raise InputError(f"mesh tensor={tensor},data={data}: give sizes of at least 1")
     devices = jax.devices() if devices is None else devices
@@ -131,7 +131,7 @@ def decoding_mesh(tensor: int = 1, data: int = 1, devices: Sequence[Any] | None 
 def spec(axes: convert.Axes, rules: AxisRules = TRAIN) -> PartitionSpec:
     """The mesh axes of an array with these logical axes; None is an axis that is never split.
 
-    Raises KeyError for a name without a rule, ValueError where one mesh axis would split two.
+    Raises KeyError for a name without a rule, ValueError if one mesh axis would split two axes.
     """
     parts = [None if name is None else rules[name] for name in axes]
     used = [axis for part in parts for axis in ((part,) if isinstance(part, str) else part or ())]
@@ -141,10 +141,10 @@ def spec(axes: convert.Axes, rules: AxisRules = TRAIN) -> PartitionSpec:
 
 
 def of_table(table: convert.Table, mesh: Mesh, rules: AxisRules = TRAIN) -> ShardingOf:
-    """The sharding of every array of a table, layers stacked or one by one.
+    """A function from paths and shapes to shardings; layers may be stacked or a list.
 
-    The function raises KeyError for an array that is not in the table, and InputError
-    where the mesh does not divide a shape.
+    The returned function raises KeyError for an array that is not in the table, and InputError
+    if the mesh does not divide a shape.
     """
     known: dict[convert.Path, convert.Axes] = {}
     for path, packing in table.items():
@@ -170,17 +170,17 @@ def tree_of(abstract: Any, sharding_of: ShardingOf) -> Any:
 
 
 def rows(mesh: Mesh, rules: AxisRules = TRAIN) -> NamedSharding:
-    """The sharding of arrays that start with the rows of a batch."""
+    """The sharding of arrays whose first axis is the rows of a batch."""
     return NamedSharding(mesh, spec(("rows",), rules))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same whole array on every device."""
+    """The sharding of an array that is replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """`x` with its leading axes split as the rules of the mesh say; unchanged where none is set."""
+    """`x` with its leading axes split by the rules of the mesh; unchanged if no mesh is set."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -190,19 +190,19 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def constrain_inner(x: jax.Array, *axes: str | None) -> jax.Array:
-    """The same inside a layer, on a mesh for training.
+    """`constrain` inside a layer; only on a training mesh.
 
-    XLA would otherwise gather a layer's weights over `tensor` where the next operation splits rows.
+    XLA would otherwise gather a layer's weights over `tensor` if the next operation splits rows.
     In decoding, the placement of the weights has the same effect.
     """
     return x if is_cut() else constrain(x, *axes)
 
 
 def gathered(params: Any, table: convert.Table) -> Any:
-    """Parameters that are whole over `fsdp`, where a mesh for training is set.
+    """Parameters gathered over `fsdp`, if a training mesh is set.
 
-    Named before they are used, they come in one piece while something else is computed. XLA would
-    else hand parts of a weight round, and add up products with each part in memory.
+    The constraint makes XLA gather each weight as a whole, overlapped with other computation. XLA
+    would otherwise pass parts of a weight around and accumulate their products in memory.
     """
     if jax.sharding.get_abstract_mesh().axis_names != MESH_AXES:
         return params
@@ -222,7 +222,7 @@ def local_rows(sharding: NamedSharding, shape: convert.Shape) -> slice:
 
 
 def place_rows(read: Callable[[slice], Any], sharding: NamedSharding, shape: convert.Shape) -> Any:
-    """A tree of arrays (rows, ...) on devices; `read` gives the rows of this process."""
+    """A tree of arrays (rows, ...) on devices; `read` returns the rows of this process."""
     mine = local_rows(sharding, shape)
 
     def put(array: np.ndarray) -> jax.Array:
@@ -252,14 +252,14 @@ def _checked(sharding: NamedSharding, shape: convert.Shape, name: str) -> NamedS
 
 
 class Cut(NamedTuple):
-    """Shardings of a table on a mesh for decoding."""
+    """Shardings of a table on a decoding mesh."""
 
     sharding_of: ShardingOf
-    copied: list[str]  # names of arrays of which each device has an axis whole, for people
+    copied: list[str]  # names, for messages, of arrays with an axis that the mesh does not divide
 
 
 def for_decoding(table: convert.Table, mesh: Mesh) -> Cut:
-    """Shardings for decoding of a table whose layers are a list."""
+    """The shardings for decoding of a table whose layers are a list."""
 
     def sharding_of(path: convert.Path, shape: convert.Shape) -> NamedSharding:
         return NamedSharding(mesh, dividing(table[path].axes, shape, mesh))
@@ -280,9 +280,9 @@ def dividing(axes: convert.Axes, shape: Sequence[int], mesh: Mesh | AbstractMesh
 
 
 def specs_of(state: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Mesh axes for decoding of arrays whose first axis, if they have one, is rows of a batch.
+    """The mesh axes for decoding of arrays whose first axis, if any, is the rows of a batch.
 
-    Caches are split by their heads besides, and kept states by their features.
+    Key-value caches are also split by heads, and `States` by features.
     """
     kept = {KV: ("rows", "kv_heads", None, None), States: ("rows", None, "features")}
     axes = lambda part: kept.get(type(part), ("rows",))
@@ -294,12 +294,12 @@ def specs_of(state: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def of_state(state: Any, mesh: Mesh) -> Any:
-    """The same as shardings."""
+    """The shardings of `state` on a decoding mesh, see `specs_of`."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs_of(state, mesh))
 
 
 def born(make: Callable[[], Any], mesh: Mesh | None) -> Any:
-    """Such arrays as `make` makes them, each part on its own device."""
+    """The arrays that `make` returns, each part created on its own device."""
     if mesh is None:
         return make()
     return jax.jit(make, out_shardings=of_state(jax.eval_shape(make), mesh))()
@@ -311,7 +311,7 @@ def spans_processes(mesh: Mesh | None) -> bool:
 
 
 def put_state(state: Any, mesh: Mesh) -> Any:
-    """Such arrays, those of the host where they belong; every process has the same ones."""
+    """Places host arrays by `of_state`; every process must pass the same arrays."""
 
     def put(leaf: Any, where: NamedSharding) -> jax.Array:
         if isinstance(getattr(leaf, "sharding", None), NamedSharding):
@@ -325,7 +325,7 @@ def put_state(state: Any, mesh: Mesh) -> Any:
 
 
 def constrain_whole(arrays: Any) -> Any:
-    """Arrays that every device has a copy of, where a mesh for decoding is set."""
+    """Replicates arrays on every device, if a decoding mesh is set."""
     if not is_cut():
         return arrays
     return jax.tree.map(
@@ -334,16 +334,16 @@ def constrain_whole(arrays: Any) -> Any:
 
 
 def constrain_state(state: Any) -> Any:
-    """Such arrays, split like this where a mesh for decoding is set."""
+    """Splits arrays by `specs_of`, if a decoding mesh is set."""
     if not is_cut():
         return state
     specs = specs_of(state, jax.sharding.get_abstract_mesh())
     return jax.tree.map(jax.lax.with_sharding_constraint, state, specs)
 
 
-@functools.cache  # said once for each batch and mesh
+@functools.cache  # one warning per batch size and mesh
 def notice_copies(rows: int, mesh: Mesh | None) -> None:
-    """Says so where the rows of a batch are not split, and each part of a mesh decodes them all."""
+    """Warns if `data` does not divide the batch, so that each part of the mesh decodes all rows."""
     data = 1 if mesh is None else mesh.shape["data"]
     if rows % data:
         logging.getLogger(__name__).warning(
@@ -353,28 +353,28 @@ def notice_copies(rows: int, mesh: Mesh | None) -> None:
 
 
 def mesh_of(params: Any) -> Mesh | None:
-    """The mesh for decoding that loaded weights lie on; None where they lie on one device."""
+    """The decoding mesh of loaded weights; None if the weights are on a single device."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
     meshes = (place.mesh for place in shardings if isinstance(place, NamedSharding))
     return next((mesh for mesh in meshes if mesh.axis_names == DECODE_AXES), None)
 
 
 def name_of(mesh: Mesh) -> str:
-    """The sizes of a mesh as the flag --mesh takes them."""
+    """The sizes of a mesh in the syntax of the flag --mesh."""
     return ",".join(f"{axis}={size}" for axis, size in reversed(mesh.shape.items()) if size > 1)
 
 
 def is_cut() -> bool:
-    """Whether a program is being traced for a mesh for decoding."""
+    """Whether a program is being traced for a decoding mesh."""
     return jax.sharding.get_abstract_mesh().axis_names == DECODE_AXES
 
 
 def cuts_outputs() -> bool:
-    """Whether what is being traced runs on a mesh that cuts the outputs of its products."""
+    """Whether the traced program runs on a mesh that splits the outputs of its products."""
     mesh = jax.sharding.get_abstract_mesh()
     return is_cut() or (mesh.shape.get("tensor", 1) > 1 and _RULES.get()["mlp"] == "tensor")
 
 
 def setting(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Inside it programs are traced for a mesh, if there is one."""
+    """Context manager that traces programs for `mesh`; does nothing if `mesh` is None."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)

@@ -6,16 +6,15 @@
                                           |
                                           +-> [last N target layers, final norm] -> head
 
-N is `target_layer_inference`. With N = 0 the output of CA goes to the head directly: it is
-trained to resemble the target's final-normed state.
+N is `target_layer_inference`. With N = 0 the output of CA is the input of the head: training fits
+the output of CA to the target's final-normed state.
 
-Two ablations leave parts out: `layer_mixing` "mean" or "last" replaces LSA by the mean over
-layers or by the last layer, and without `has_self_attention` embeddings go straight to CA. One
-choice that the paper does not have, `hidden_in_memory`, adds the target's final-normed state to
-memory.
+Two ablations remove parts: `layer_mixing` "mean" or "last" replaces LSA by the mean over layers or
+by the last layer, and without `has_self_attention` embeddings are the input of CA. An option that
+is not in the paper, `hidden_in_memory`, adds the target's final-normed state to memory.
 
     blocks.py   shapes, weights, memory      train.py   known tokens, training forward, loss
-    decode.py   caches, extend, step         files.py   the names in its files
+    decode.py   caches, extend, step         files.py   tensor names and config.json layouts
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     target's keys and values of all L layers, one verified token
         -> LSA (attention over the layer axis) -> mean -> Ekv2E  = one memory vector
-    [its final-normed state -> Hidden2E, added with `hidden_in_memory`]
+    [the token's final-normed state -> Hidden2E, added with `hidden_in_memory`]
 
 Memory is computed once per verified token, so that drafting needs no activation of the target
-(T-step bounded). Without LSA it is the plain mean over layers, or the last layer, projected.
-Keys and values of the last layer were made before its MLP; the final state is what chose the token
-behind it.
+(T-step bounded). Without LSA, memory is the plain mean over layers, or the last layer, projected.
+Keys and values of the last layer are computed before its MLP; the final-normed state, after the
+MLP, determines the next token.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Array = jax.Array
 class Blocks(NamedTuple):
     """The shapes of the attention blocks, as in the authors' train/moa_spec.py.
 
-    None is a block that an ablation leaves out.
+    None is a block that an ablation removes.
     """
 
-    self_attention: BlockConfig | None  # the target's kind, with its RoPE scaling, biases, norms
+    self_attention: BlockConfig | None  # like the target's, with its RoPE scaling, biases, norms
     cross_attention: BlockConfig  # plain Llama: no biases, RoPE never scaled
     layer_self_attention: BlockConfig | None  # width M over the layer axis, RoPE never scaled
 
 
 def block_configs(cfg: MoaConfig, target_cfg: TargetConfig) -> Blocks:
-    """Sizes of SA, CA and LSA for a target; InputError where LSA would get heads of odd size."""
+    """Block configs of SA, CA and LSA for a target; InputError if LSA had heads of odd size."""
     block = target_cfg.block
     if not 0 <= cfg.target_layer_inference <= target_cfg.num_layers:
         raise InputError(
@@ -90,7 +90,7 @@ def _over_layers(cfg: MoaConfig, target_cfg: TargetConfig, plain: BlockConfig) -
 
 @dataclasses.dataclass(frozen=True)
 class Moa:
-    """One drafter for one target: shapes, without weights."""
+    """A drafter for one target: shapes, without weights."""
 
     cfg: MoaConfig
     target_cfg: TargetConfig
@@ -137,9 +137,9 @@ class Moa:
         return Linear((self.target_cfg.block.hidden_size,))
 
     def memory(self, params: Params, tapped: Tapped, chunk: int = 0) -> Array:
-        """One vector (B, T, D) for each token, from its keys and values in all layers.
+        """One vector (B, T, D) per token, from the token's keys and values in all layers.
 
-        Tokens do not see each other here, so `chunk` of them can be computed at a time; 0 is all.
+        Tokens do not see each other, so `chunk` tokens can be computed at a time; 0 is all.
         References: paper section 3.1; authors' train/moa_spec.py (per head: key, then value).
         """
         rows_LBKTE = tapped.rows_LBKTE

@@ -1,7 +1,7 @@
 """Cached drafting with a MoA drafter.
 
-digest    once per verification, beside the target: LSA, and what CA and TLI keep of it
-extend    once per verification: writes this to the caches, which may be on another machine
+digest    once per verification, on the target's machine: LSA, cache rows of CA and TLI
+extend    once per verification: writes the digest to the caches, maybe on another machine
 step      once per level of drafted nodes: SA, CA, TLI, head
 """
 
@@ -37,14 +37,14 @@ class MoaCache(NamedTuple):
 
 
 class MoaDigest(NamedTuple):
-    """The target's part in decoding for T verified tokens: rows of CA, and rows for TLI."""
+    """Cache rows of T verified tokens, from the target's activations: those of CA and TLI."""
 
     cross_attention: KV
     reused: tuple[KV, ...]
 
 
 def init_cache(moa: Moa, batch: int, rows: int, dtype: jnp.dtype) -> MoaCache:
-    """Empty rows for every part."""
+    """Empty caches of all parts."""
     sa, ca, _ = moa.blocks
     reused = range(moa.cfg.target_layer_inference)
     return MoaCache(
@@ -76,7 +76,7 @@ def extend(
     length_B: Array,
     digest: MoaDigest,
 ) -> MoaCache:
-    """Adds verified tokens: SA rows from embeddings, all others from the digest."""
+    """Adds verified tokens: SA rows from embeddings, all other rows from the digest."""
     sa, _, _ = moa.blocks
     position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1])
     sa_cache = cache.self_attention
@@ -99,15 +99,15 @@ def step(
     """Logits after some nodes, and the cache with their rows.
 
     SA and the reused layers see all rows before the root and a node's ancestors. CA sees known
-    rows alone, since its memory comes from the target. What the reused layers have of known
-    tokens are the target's own rows. In a round all tokens but the root are known:
+    rows only, since its memory comes from the target. The rows of known tokens in the reused layers
+    are the target's own rows. In a round all tokens before the root are known:
 
         row        0 .. n-1 | n     n+1 n+2   ...     n = length = known
         SA, TLI    x .. x   | root  its ancestors
         CA         x .. x   | .     .
 
-    References: paper section 3. The authors' decoding with N > 0 never ran; training computes
-    the same with MaskConfig.on_policy_reuse.
+    References: paper section 3. The authors' decoding with N > 0 does not run; training with
+    MaskConfig.on_policy_reuse computes the same function.
     """
     sa, ca, _ = moa.blocks
     position_BW = nodes.position_BW

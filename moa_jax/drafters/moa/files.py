@@ -3,10 +3,10 @@
     authors      the target's config with architectures ["MOASpec"], without sizes and N
     vllm         of the authors' vLLM fork: model_type "moa_spec" and the six sizes
     speculators  sizes, N and the target's config nested, as in the speculators library
-    ours         sizes, N, and the sizes of the target that the drafter belongs to
+    ours         sizes, N, and the sizes of the drafter's target
 
-Tensors are the same in all four, so sizes are read off shapes, and stated sizes are checked. The
-last two also say which parts an ablation leaves out, and keep the sizes that those would have.
+Tensors are the same in all four layouts, so sizes are read from shapes, and stated sizes are
+checked. The last two layouts also state the parts that an ablation removes, with their sizes.
 References: paper section 3.1; for names and stored tensors, authors' train/moa_spec.py.
 """
 
@@ -44,7 +44,7 @@ _FORK_KEYS = (
 
 
 def table(cfg: MoaConfig, target: TargetConfig) -> Table:
-    """Which stored tensors make up a drafter's parameters."""
+    """The table of a drafter's stored tensors."""
     sa, ca, lsa = block_configs(cfg, target)
     memory, width = target.memory_width, target.block.hidden_size
     found: Table = {}
@@ -63,7 +63,7 @@ def table(cfg: MoaConfig, target: TargetConfig) -> Table:
 
 
 def _cross_table(cfg: BlockConfig, prefix: str) -> Table:
-    """A block whose keys and values come from elsewhere than its queries; it has no biases."""
+    """A block with cross-attention and no biases: separate q, k and v projections."""
     q, k, v, o = (f"{prefix}self_attn.{letter}_proj.weight" for letter in "qkvo")
     width, size, kv_heads = cfg.hidden_size, cfg.head_dim, cfg.num_kv_heads
     queries, each = cfg.num_heads * size, (kv_heads, 1, size)
@@ -79,7 +79,7 @@ def _cross_table(cfg: BlockConfig, prefix: str) -> Table:
 
 
 def detect(config: dict[str, Any], names: set[str]) -> bool:
-    """Whether these files are a MoA drafter's: by their config, else by their tensors."""
+    """Whether the files hold a MoA drafter, by their config or else by their tensors."""
     architectures = set(config.get("architectures") or ())
     stated = config.get("model_type") == "moa_spec" or architectures & {"MOASpec", "MOASpecModel"}
     return bool(stated) or any(name.startswith("layer_self_attention.") for name in names)
@@ -90,7 +90,7 @@ def read_config(
 ) -> tuple[MoaConfig, tuple[str, ...]]:
     """Read a drafter's sizes from its tensors, and N from its config or the caller.
 
-    Raises InputError where the files contradict themselves, the target or the caller.
+    Raises InputError if the files contradict themselves, the target or the caller.
     """
     config, shapes, _ = files
     mixing, has_self_attention = _ablations(config)
@@ -117,7 +117,7 @@ def read_config(
 def write_config(
     cfg: MoaConfig, target: TargetConfig, layout: FileLayout = "ours"
 ) -> dict[str, Any]:
-    """The config.json of a drafter; InputError where the layout cannot express it."""
+    """The config.json of a drafter; InputError if the layout cannot express the drafter."""
     whole, sizes = target_config_to_hf(target), dataclasses.asdict(cfg)
     if layout in ("authors", "vllm"):
         for is_so, what in (
@@ -147,7 +147,7 @@ def write_config(
 
 
 def _ablations(config: dict[str, Any]) -> tuple[Any, bool]:
-    """The mixing of layers, and the presence of self-attention; old files do not say."""
+    """`layer_mixing` and `has_self_attention`, with defaults for old files without these keys."""
     mixing = config.get("layer_mixing", "attention")
     has_self_attention = config.get("has_self_attention", True)
     if mixing not in MIXINGS:
@@ -165,7 +165,7 @@ def _ablations(config: dict[str, Any]) -> tuple[Any, bool]:
 
 
 def _hidden_in_memory(config: dict[str, Any], shapes: Mapping[str, Shape]) -> bool:
-    """Whether memory has the target's final state; files that do not say have no such tensor."""
+    """`hidden_in_memory`; files without this key are judged by their tensors."""
     stored = "Hidden2E.weight" in shapes
     stated = config.get("hidden_in_memory", stored)
     if not isinstance(stated, bool) or stated != stored:
@@ -179,7 +179,7 @@ def _hidden_in_memory(config: dict[str, Any], shapes: Mapping[str, Shape]) -> bo
 def _check_target(
     config: dict[str, Any], shapes: Mapping[str, Shape], target: TargetConfig
 ) -> None:
-    """Check all that config and shapes say of the target; the fork uses some keys for itself."""
+    """Check config and shapes against the target; the fork uses some keys for the drafter."""
     stated = config.get("transformer_layer_config", config)
     refuse_contradictions(config, "config.json")
     check_same_block(stated, target, "config.json")
@@ -199,7 +199,7 @@ def _check_target(
 def _reused_layers(
     config: dict[str, Any], target: TargetConfig, asked: int | None
 ) -> tuple[int, tuple[str, ...]]:
-    """N, from the files or the caller, and a notice where neither states it."""
+    """N, from the files or the caller, and a notice if neither states N."""
     stored = config.get(_REUSED)
     if stored is not None and asked not in (None, stored):
         raise InputError(
@@ -213,7 +213,10 @@ def _reused_layers(
 
 
 def _check_fork(cfg: MoaConfig, target: TargetConfig) -> None:
-    """Refuse what the vLLM fork cannot run; it has plain Llama layers and one shape of cache."""
+    """Raise InputError if the vLLM fork cannot run the drafter.
+
+    The fork has plain Llama layers and one cache shape.
+    """
     bare = dataclasses.replace(
         target.block, qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False
     )
@@ -236,7 +239,7 @@ def _part_sizes(part: str, shapes: Mapping[str, Shape], target: TargetConfig) ->
 
 
 def _stated_sizes(part: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The sizes of a part that an ablation leaves out, as its config.json states them."""
+    """The sizes of a part that an ablation removes, from config.json."""
     keys = [f"{part}_{size}" for size in SIZES]
     for key in keys:
         if key not in config:

@@ -1,14 +1,14 @@
-"""Training a MoA drafter: which tokens count as known, the forward, the loss.
+"""Training of a MoA drafter: the choice of known tokens, the forward, the loss.
 
-One pass drafts at every position at once. For each token, the last known token before it stands
-for the end of what the target has verified: cross-attention sees memory up to it and no further,
-and reused layers get the target's own stream up to it and the drafter's stream after it. The
-reference's rule for reused layers is only close to that; `MaskConfig.on_policy_reuse` is exact.
+One pass drafts at every position at once. The last known token before a token plays the role of
+the last verified token: cross-attention sees memory up to this known token only, and reused layers
+see the target's own stream up to the known token and the drafter's stream after it. The
+reference's rule for reused layers approximates this; `MaskConfig.on_policy_reuse` is exact.
 
-With `MaskConfig.bounded` False, an ablation, training is the standard one: every token knows its
-whole past (`masks.known_past`), as if it were the first token of a round. Reused layers then
-follow the exact rule, the only one under which a token can be both drafted and known. With
-`MaskConfig.first_tokens` both are trained, in two passes over one memory.
+With `MaskConfig.bounded` False, an ablation, training is standard: all earlier tokens are known
+(`masks.known_past`), as for the first token of a round. Reused layers then follow the exact rule,
+the only rule that allows a token to be both drafted and known. `MaskConfig.first_tokens` trains
+both modes, in two passes over one memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moa_jax.model.layers import Block, CrossBlock, rotation
 
 Array = jax.Array
 
-# What decoding computes, from one pass: LSA takes 256 tokens at a time.
+# The settings that reproduce decoding in one pass; LSA takes 256 tokens at a time.
 AS_DECODED = Objective(MaskConfig(on_policy_reuse=True), chunks=ChunkConfig(memory=256))
 
 
@@ -48,20 +48,20 @@ class MoaTrace(NamedTuple):
     memory_BTD: Array
     sa_seen: masks.Intervals
     ca_seen: masks.Intervals
-    sa_BTD: Array  # without SA the embeddings
+    sa_BTD: Array  # the embeddings if the drafter has no SA
     ca_BTD: Array
-    entry_BTD: Array | None  # N > 0: what enters the reused layers
-    feature_BTD: Array  # goes to the head
+    entry_BTD: Array | None  # N > 0: input of the reused layers
+    feature_BTD: Array  # input of the head
 
 
 def draw(mask_cfg: MaskConfig, key: Array, batch: Batch, progress: Array) -> Draws:
-    """Which answer tokens count as known, and which rows use the staircase.
+    """Draws the known answer tokens, and the rows that use the staircase.
 
-    All prompt tokens are known and, with variable future length, one token in every period; the
-    period is drawn for each row and counted from the start of a conversation. A row uses the
-    staircase with a probability that falls from 1 to 0 over the first half of the run. Standard
-    training uses neither, since there each token directly follows its last known one.
-    References: paper section 3.3; the authors step the probability once an epoch.
+    All prompt tokens are known and, with variable future length, one token per period; the period
+    is drawn per row and counted from the start of a conversation. A row uses the staircase with a
+    probability that falls from 1 to 0 over the first half of the run. Standard training uses
+    neither, since each token then directly follows its last known token.
+    References: paper section 3.3; the authors update the probability once per epoch.
     """
     period_key, stair_key = jax.random.split(key)
     B = batch.tokens_BT.shape[0]
@@ -88,13 +88,13 @@ def trace(
 ) -> MoaTrace:
     """Every stage of the training forward, or the stages after a given memory.
 
-    `objective.masks` chooses the rule of reused layers, and whether memory is bounded; where it
-    is not, every token knows its whole past, and `draws` only tells prompts from answers.
+    `objective.masks` selects the rule of reused layers, and whether memory is bounded. If memory is
+    not bounded, all earlier tokens are known, and `draws` only separates prompts from answers.
     References: paper section 3; authors' train/moa_spec.py, `forward`.
     """
     sa, ca, _ = moa.blocks
     segment_BT, bounded = batch.segment_BT, objective.masks.bounded
-    # 1. What each token may know, and who sees whom.
+    # 1. The last known token at or before each token, and the masks.
     if bounded:
         start_BT = masks.known_until(draws.known_BT, segment_BT)
     else:
@@ -122,11 +122,11 @@ def trace(
         ca_seen,
         method=CrossBlock.both,
     )
-    # 3. The last N layers of the target, which take known tokens from its own stream.
+    # 3. The last N layers of the target; known tokens enter with the target's own stream.
     entry_BTD, feature_BTD = None, ca_BTD
     if moa.cfg.target_layer_inference:
         entry_BTD = jnp.where(draws.known_BT[..., None], tapped.streams[0], ca_BTD)
-        with sharding.ruled_by(sharding.TRAIN):  # on a mesh they lie where the target's layers do
+        with sharding.ruled_by(sharding.TRAIN):  # sharded like the target's layers
             if objective.masks.on_policy_reuse or not bounded:
                 feature_BTD = _reuse_on_policy(moa, shared, batch, tapped, entry_BTD, start_BT)
             else:
@@ -139,8 +139,8 @@ def _reuse(
 ) -> Array:
     """TLI by the reference's rule: one causal stream, which is the target's at known tokens.
 
-    A draft then sees the drafter's states of all unknown tokens before it. In decoding the target
-    would have verified those before the last known token.
+    A draft then sees the drafter's states of all earlier unknown tokens, including those before
+    the last known token. In decoding the target would already have verified the latter.
     """
     block = moa.target_cfg.block
     context = llama.Context(batch.position_BT, causal)
@@ -156,8 +156,8 @@ def _reuse_on_policy(
         rows of each layer   0 ........ T-1 | T ............ 2T-1
                              the target's   | the drafter's stream
 
-    The target's rows were tapped, so its stream is not run again; `masks.on_policy` says which
-    rows a token sees. Known tokens see only the target's, and so give the target's own output.
+    The target's rows are tapped, so the target's stream is not recomputed; `masks.on_policy`
+    defines the visible rows. Known tokens see target rows only, and so give the target's output.
     """
     block, reused = moa.target_cfg.block, moa.cfg.target_layer_inference
     layers = shared["layers"]
@@ -173,7 +173,7 @@ def _reuse_on_policy(
 
 
 def make_loss(moa: Moa, objective: Objective) -> DrafterLoss:
-    """The loss that `objective` asks for: of tokens and, unless it has faded out, of features."""
+    """The loss of `objective`: the token loss and the feature loss, unless that has faded out."""
 
     def loss(
         params: Params, shared: Shared, batch: Batch, tapped: Tapped, key: Array, progress: Array
@@ -199,10 +199,10 @@ def loss_of(
     objective: Objective,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """The loss of training forwards and its parts, means over them and over answer tokens.
+    """The loss and its parts, means over the training forwards and over answer tokens.
 
-    The feature loss is the distance of what goes to the head from the target's; with TLI, half of
-    it is the distance of what enters the reused layers.
+    The feature loss is the distance of the head's input from the target's final-normed state; with
+    TLI, half of the feature loss is instead the distance at the input of the reused layers.
     References: paper section 3.4; authors' train/moa_spec.py.
     """
     mean = lambda x_BT: losses.answer_mean(x_BT, batch.response_BT)
@@ -229,14 +229,14 @@ def teacher_forced(
     known_BT: Array,
     horizon: int,
 ) -> Array:
-    """The features of unknown tokens, exactly as in decoding from the last known one.
+    """The features of unknown tokens, exactly as in decoding from the last known token.
 
-    One pass is right for any `horizon`, since no feature of a draft is fed back.
+    One pass is correct for any `horizon`, since no feature of a draft is fed back.
     """
     draws = Draws(known_BT, jnp.zeros(batch.tokens_BT.shape[0], bool))
     return trace(moa, AS_DECODED, params, shared, batch, tapped, draws).feature_BTD
 
 
 def staircase_threshold(progress: Array) -> Array:
-    """Rows that draw at least this from [0, 1) use the staircase: 0 at first, 1 from half time."""
+    """Rows that draw at least this value from [0, 1) use the staircase; 0 to 1 in half a run."""
     return jnp.minimum(2.0 * progress, 1.0)
