@@ -1,4 +1,4 @@
-"""The training batch: rows of tokens holding one or more conversations each.
+"""The training batch: rows of tokens with one or more conversations each.
 
 tokens    <s> u u a a </s>  <s> u a a  .  .
 segment    1  1 1 1 1  1     2  2 2 2  0  0     0 is padding, always at the end of a row
@@ -26,7 +26,7 @@ class Batch(NamedTuple):
 
 
 class TappedBatch(NamedTuple):
-    """A batch with activations of the target's pass over it, which training then leaves out."""
+    """A batch with stored activations of the target, so that training skips the target's pass."""
 
     tokens_BT: Array
     segment_BT: Array
@@ -36,5 +36,5 @@ class TappedBatch(NamedTuple):
 
     @property
     def batch(self) -> Batch:
-        """The batch without them."""
+        """The batch without the activations."""
         return Batch(*self[:-1])

@@ -1,7 +1,7 @@
-"""Rows of training tokens, and the stateless source that deals them out in batches.
+"""Rows of training tokens, and a stateless source of their batches.
 
-A row holds whole conversations, or one, as drawn in `moa_jax/data/batch.py`. Which rows make batch
-`step` depends on the seed and the step alone, so a resumed run sees what an unbroken one sees.
+A row holds one or more whole conversations, as drawn in `moa_jax/data/batch.py`. The rows of batch
+`step` depend only on the seed and the step, so a resumed run gets the batches of an unbroken run.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Batches", "Mixture", "DataReport", "load", "pack", "pad"]
 
-# (records if known, label) -> a context with step(count), such as a progress bar
+# (number of records or None, label) -> a context with step(count), such as a progress bar
 Watcher = Callable[[int | None, str], Any]
 
 
 class Batches:
     """A stateless source of batches over rows (R, T): `batch(step)` for any step from 0 on.
 
-    Each epoch deals the rows in an order that depends on (seed, epoch) only, and leaves out those
-    that do not fill its last batch. Fewer rows than a batch needs are filled up with empty rows
-    (segment 0, no response). Rows are arrays, or columns on disk (`moa_jax.data.shards`).
+    Each epoch shuffles the rows by (seed, epoch), and drops the rows that do not fill its last
+    batch. If the rows do not fill one batch, empty rows (segment 0, no response) are added. Rows
+    are arrays, or columns on disk (`moa_jax.data.shards`).
     """
 
     def __init__(self, rows: Batch, rows_per_batch: int, seed: int, pad_id: int = 0) -> None:
@@ -52,16 +52,16 @@ class Batches:
         self._order = functools.lru_cache(maxsize=2)(order)
 
     def __len__(self) -> int:
-        """Batches in one epoch."""
+        """Number of batches per epoch."""
         return self.num_rows // self.rows_per_batch
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, counted from 0."""
+        """Number of rows; row numbers start at 0."""
         return len(self.rows.tokens_BT)
 
     def numbers(self, step: int, rows: slice | None = None) -> np.ndarray:
-        """The numbers of the rows that make batch `step` of an endless run, or of these of them."""
+        """The row numbers of batch `step` of an endless run; `rows` selects some of them."""
         epoch, place = divmod(step, len(self))
         chosen_B = self._order(epoch)[place * self.rows_per_batch :][: self.rows_per_batch]
         return chosen_B if rows is None else chosen_B[rows]
@@ -71,7 +71,7 @@ class Batches:
         return Batch(*(array[number_R] for array in self.rows))
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
-        """Batch number `step` of an endless run, (rows_per_batch, T), or some of its rows."""
+        """Batch `step` of an endless run, (rows_per_batch, T); `rows` selects some of its rows."""
         return self.take(self.numbers(step, rows))
 
 
@@ -82,13 +82,13 @@ def load(
     split: Literal["train", "validation"],
     watch: Watcher | None = None,
 ) -> tuple[Batches | Mixture, DataReport]:
-    """Read, encode and lay out one split, or find it in the cache; `watch` shows the progress.
+    """Read, encode and lay out one split, or load the split from the cache.
 
-    Records that cannot be used are counted, or refused by `config.bad_records`. Raises
-    InputError for files that cannot be read, and where nothing is left to train on.
+    `watch` shows the progress. `config.bad_records` decides whether unusable records are counted or
+    refused. Raises InputError for unreadable files, and if no record is left to train on.
     """
     paths = getattr(config, split)
-    if config.answers == "reference":  # its faults concern all records, so they are raised
+    if config.answers == "reference":  # an error here concerns all records
         reference.reference_templates(tokenizer, vocab_size)
     coder = Coder(config, tokenizer, vocab_size)
     watch = watch or _unwatched
@@ -102,7 +102,7 @@ def load(
 
 
 def facts_of(source: Batches | Mixture) -> dict[str, Any]:
-    """Number of rows and hash of the first ones; most other or edited files differ in them."""
+    """Number of rows and hash of the first batch, which differ for most other or edited files."""
     digest = hashlib.sha256()
     for array in source.batch(0):
         digest.update(np.ascontiguousarray(array))
@@ -130,7 +130,7 @@ def _rows(paths: Sequence[str], coder: Coder, watch: Watcher) -> tuple[Batch, Da
 
 
 def _watched(paths: Sequence[str], coder: Coder, watch: Watcher) -> Iterator[Outcome]:
-    """Encodes all records of the paths with a progress line."""
+    """Encode all records of the paths, with a progress line."""
     counts = [corpora.count(path) for path in paths]
     number = None if None in counts else sum(counts)
     found = itertools.chain.from_iterable(map(corpora.read_all, paths))

@@ -1,10 +1,10 @@
-"""Conversations as tokens, and which of these are answers.
+"""Conversations as tokens, with a mask of the answer tokens.
 
     text       <s> [user] Hi [end] [assistant] Hello! [end] \\n [user] Bye [end] ...
     response    0    0    0    0        0        1      1    1    0     0    0
 
-An answer begins where the template's generation prompt ends, as it does in decoding, and holds
-whatever the template writes before the next turn: its end mark, and ChatML's newline after it.
+An answer begins at the end of the template's generation prompt, as in decoding, and includes
+everything that the template writes before the next turn: the end mark, and ChatML's newline.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moa_jax.errors import InputError, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MARK = "\ufdd0"  # a Unicode non-character, so no text to be exchanged holds it
+MARK = "\ufdd0"  # a Unicode noncharacter, which valid text does not contain
 
 
 class Example(NamedTuple):
@@ -28,7 +28,7 @@ class Example(NamedTuple):
 
     tokens_T: np.ndarray
     response_T: np.ndarray
-    rewritten: bool = False  # the template writes a turn unlike the prompt and answer of that turn
+    rewritten: bool = False  # the template renders a turn unlike its prompt and answer in decoding
 
 
 def encode(
@@ -36,9 +36,9 @@ def encode(
 ) -> Example | None:
     """Encode a conversation and mark the tokens of all its answers, for any chat template.
 
-    Only the first `max_length` tokens are kept; None if they hold no answer token.
-    Raises InputError without an answer or a chat template, and where the template refuses the
-    messages or hides which part of its text is the answer.
+    Only the first `max_length` tokens are kept; None if they include no answer token.
+    Raises InputError without an answer or a chat template, for messages that the template refuses,
+    and for a template whose output does not reveal the span of an answer.
     """
     if not answer_places(messages):
         raise InputError("a record without an answer: give each an assistant message")
@@ -48,7 +48,7 @@ def encode(
     response_T = np.zeros(len(begin_T), bool)
     spans, rewritten = _answer_spans(tokenizer, messages, text)
     for begin, end in spans:
-        # A token that crosses the end belongs to the answer unless they share only blanks.
+        # A token that crosses the end belongs to the answer unless the shared part is whitespace.
         solid_end = begin + len(text[begin:end].rstrip())
         response_T |= (end_T > begin) & ((end_T <= end) | (begin_T < solid_end))
     if not response_T.any():
@@ -59,10 +59,10 @@ def encode(
 def encode_record(
     tokenizer: PreTrainedTokenizerBase, record: dict, vocab_size: int, max_length: int
 ) -> list[Example]:
-    """Encode a record: the token ids of its answers where it holds them, else its messages.
+    """Encode a record: the token ids of its answers if present, else its messages.
 
     Empty if no answer token is within `max_length`. Raises InputError for a record of unknown
-    style, for ids that the model has no row for, and as `encode_ids` and `encode` do.
+    style, for ids outside the model's vocabulary, and as `encode_ids` and `encode` do.
     """
     answers = answers_of(record)
     if answers is not None:
@@ -78,8 +78,8 @@ def encode_ids(answers: list[dict], vocab_size: int, max_length: int) -> list[Ex
     """Encode answers as they were decoded: the `token_ids` of each after its `prompt_ids`.
 
     An answer whose prompt begins with the previous prompt and answer continues that example;
-    any other begins an example. Each example is cut to `max_length`, and dropped if no answer
-    token is left. Raises InputError for an answer without lists of known ids.
+    any other answer begins a new example. Each example is truncated to `max_length`, and dropped
+    if no answer token is left. Raises InputError for an answer without lists of valid ids.
     """
     rows: list[tuple[list[int], list[bool]]] = []
     tokens: list[int] = []
@@ -102,13 +102,13 @@ def encode_ids(answers: list[dict], vocab_size: int, max_length: int) -> list[Ex
 
 
 def check_ids(ids: Any, vocab_size: int) -> None:
-    """Raise InputError unless `ids` is a list of ids of the vocabulary."""
+    """Raise InputError unless `ids` is a list of ids in the vocabulary."""
     if not isinstance(ids, list) or not all(is_id(each, vocab_size) for each in ids):
         raise _unknown_ids(vocab_size)
 
 
 def check_tokens(tokens_T: np.ndarray, vocab_size: int) -> None:
-    """Raise InputError for a token that the model has no row for: its tokenizer may have more."""
+    """Raise InputError for a token outside the model's vocabulary; a tokenizer may have more."""
     if tokens_T.max(initial=0) >= vocab_size:
         raise _unknown_ids(vocab_size)
 
@@ -118,7 +118,7 @@ def _unknown_ids(vocab_size: int) -> InputError:
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) -> list[Example]:
-    """Cut plain text into examples of at most `max_length` tokens, each after the bos token.
+    """Split plain text into examples of at most `max_length` tokens, each with a leading bos token.
 
     Every token counts as response.
     """
@@ -132,7 +132,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) 
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
-    """Token ids of a conversation with the generation prompt behind it, ready to be answered.
+    """Token ids of a conversation, followed by the generation prompt.
 
     Raises InputError without a chat template, and for an empty prompt.
     """
@@ -146,9 +146,9 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> l
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
-    """The id that fills rows up: the tokenizer's own, else the last of the model's vocabulary.
+    """The id of padding: the tokenizer's own, else the last id of the model's vocabulary.
 
-    A tokenizer may have a pad token that the model has no row for.
+    A tokenizer's pad token may be outside the model's vocabulary.
     """
     own = tokenizer.pad_token_id
     return own if is_id(own, vocab_size) else vocab_size - 1
@@ -157,7 +157,7 @@ def pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation_prompt: bool = False
 ) -> str:
-    """The text that the tokenizer's chat template makes of messages; InputError if it cannot."""
+    """Render messages with the tokenizer's chat template; raises InputError on failure."""
     if not tokenizer.chat_template:
         raise InputError(
             "the tokenizer has no chat template: add one to its tokenizer_config.json, "
@@ -180,7 +180,7 @@ def _answer_spans(
 ) -> tuple[list[tuple[int, int]], bool]:
     """Spans of the answers in the rendered text, as (begin, end) in characters.
 
-    The second value is True where the text lacks the prompt or the end of a turn as they were
+    The second value is True if the text lacks the prompt or the end of a turn as they were
     when that turn was decoded.
     """
     spans, rewritten = [], False
@@ -198,11 +198,11 @@ def _answer_spans(
 def _marked_span(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], i: int, text: str, prompt: str
 ) -> list[tuple[int, int]]:
-    """The span of answer `i` under a template that writes earlier turns unlike the last.
+    """The span of answer `i` under a template that renders earlier turns unlike the last turn.
 
-    Templates of reasoning models do: they cut thoughts out of all answers but the last. So the
-    answer is replaced by a mark, and what stands around the mark stands around the answer too.
-    Empty if the template leaves this turn out.
+    Templates of reasoning models remove the reasoning from all answers but the last. So the answer
+    is replaced by a mark, and the text around the mark is also the text around the answer.
+    Empty if the template omits this turn.
     """
     marked = {**messages[i], "content": MARK}
     try:

@@ -1,14 +1,14 @@
-"""Records from wherever text lies: files, folders, the hub, TensorFlow Datasets.
+"""Records from files, folders, the Hugging Face hub and TensorFlow Datasets.
 
     chat.jsonl  chat.json  chat.parquet     a file, or a folder of these; JSON also with .gz
     data:chat/train.jsonl.gz                below $MOA_DATA, else ../shared/data
     hub:HuggingFaceH4/ultrachat_200k/train_sft   through `datasets`, streamed
     hub:openai/gsm8k:main/test                   one configuration of a dataset that has several
-    hub:HuggingFaceH4/ultrachat_200k@REVISION/train_sft    as it was: a commit, a tag or a branch
-    hub:FOLDER/SPLIT                        of data files, or one that `save_to_disk` wrote
+    hub:HuggingFaceH4/ultrachat_200k@REVISION/train_sft    at a commit, a tag or a branch
+    hub:FOLDER/SPLIT                        a folder of data files, or of `save_to_disk`
     tfds:NAME/SPLIT                         through `tensorflow_datasets`
 
-JSON Lines and datasets are streamed; nothing is kept in memory but the record at hand.
+JSON Lines and datasets are streamed; only the current record is kept in memory.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ __all__ = [
     "sound",
 ]
 
-Records = Iterator[tuple[str, dict]]  # each with its place, `FILE line N`
+Records = Iterator[tuple[str, dict]]  # each with its location, `FILE line N`
 
 
 def read(path: str, sources: Sequence[str] = ()) -> Iterator[dict]:
-    """Stream the records of a path, of any kind above; a folder's files in the order of names.
+    """Stream the records of a path of any kind above; a folder's files are sorted by name.
 
-    With `sources`, only records whose `source` is one of these or ends with `#` and one of them.
-    Raises InputError for what does not exist or cannot be read, naming the file and line.
+    `sources` selects records whose `source` equals one of these names, or ends with `#` and such a
+    name. Raises InputError, naming the file and line, for data that is missing or unreadable.
     """
     records = read_numbered(path, sources)
     return (record for _, record in records)
 
 
 def read_numbered(path: str, sources: Sequence[str] = ()) -> Records:
-    """The records of `read`, each with its place for messages: `FILE line N` or `record N`."""
+    """The records of `read`, each with its location for messages: `FILE line N` or `record N`."""
     return (found for found in _sound(read_all(path)) if is_from(found[1], sources))
 
 
 def read_all(path: str) -> Found:
-    """Records of all sources with their places; an InputError stands for one that is unreadable.
+    """Records of all sources with their locations; an InputError stands for an unreadable record.
 
-    It does not name the place, so that equal faults can be counted. Faults that concern more than
-    one record are raised, as by `read`.
+    The error does not name the location, so that equal faults can be counted. Faults that affect
+    more than one record are raised, as by `read`.
     """
     kind, name = _kind(path)
     if kind == "hub":
@@ -69,27 +69,27 @@ def read_all(path: str) -> Found:
 
 
 def read_some(path: str, sources: Sequence[str]) -> Found:
-    """The records of some sources, () for all, and an InputError for each unreadable record."""
+    """The records of some sources, () for all, and an InputError per unreadable record."""
     for place, record in read_all(path):
         if isinstance(record, InputError) or is_from(record, sources):
             yield place, record
 
 
 def sound(record: dict | InputError) -> dict:
-    """A record of `read_all`; raises the InputError that stands for an unreadable one."""
+    """A record of `read_all`; raises InputError for an unreadable record."""
     if isinstance(record, InputError):
         raise InputError(f"a record that is {record}") from record
     return record
 
 
 def is_from(record: dict, sources: Sequence[str]) -> bool:
-    """Whether a record comes from one of `sources`, as `read` describes; () means all."""
+    """Whether a record comes from one of `sources`, as in `read`; () matches all records."""
     endings = tuple(f"#{name}" for name in sources)
     return not sources or f"#{record.get('source')}".endswith(endings)
 
 
 def count(path: str) -> int | None:
-    """Number of records that `read_all` gives, None where a quick count does not exist."""
+    """Number of records that `read_all` yields; None if no quick count is available."""
     kind, name = _kind(path)
     if kind == "hub":
         records = _open_hub(name)
@@ -103,7 +103,7 @@ def count(path: str) -> int | None:
 
 
 def files_of(path: str) -> list[Path]:
-    """The local files of a path, in the order of reading; none for a hub id or tfds name."""
+    """The local files of a path, in reading order; none for a hub id or tfds name."""
     kind, name = _kind(path)
     if kind == "tfds":
         return []
@@ -147,13 +147,13 @@ def _open_hub(name: str) -> Any:
         rest = {"revision": at[-1] or None, "split": split, "streaming": True}
         with _quiet_retries():
             return datasets.load_dataset(hub_id, config or None, **rest)
-    except Exception as error:  # network, unknown name, unknown split: all of other types
+    except Exception as error:  # network, unknown name, unknown split: each of another type
         raise _unavailable("hub", name, error) from error
 
 
 @contextlib.contextmanager
 def _quiet_retries() -> Iterator[None]:
-    """Silences the hub's client, which reports each retry: our one line is enough."""
+    """Silence the hub client's report of each retry; the final error is reported once."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -193,7 +193,7 @@ def _readable(record: dict) -> dict | InputError:
 
 
 def _plain(value: Any) -> Any:
-    """Text for bytes and lists for arrays: TensorFlow Datasets gives text as bytes in arrays."""
+    """Strings for bytes and lists for arrays; TensorFlow Datasets has text as bytes in arrays."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, bytes):

@@ -1,4 +1,4 @@
-"""Records into examples, in this process or in many."""
+"""Encodes records into examples, in this process or in several."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from moa_jax.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHUNK = 64  # records that a process takes at a time
-FEW = 2048  # records that are sooner encoded than processes are started
+CHUNK = 64  # records per task of a process
+FEW = 2048  # records that are encoded faster than processes start
 
 
 class Encoded(NamedTuple):
-    """The examples of a record, and the names of its keys that hold something else."""
+    """The examples of a record, and the names of its keys that are not read."""
 
     examples: list[Example]
     unread: tuple[str, ...] = ()
-    other_text: bool = False  # the token ids decode to another text than that of the messages
+    other_text: bool = False  # the token ids decode to a text other than the messages
 
 
-# A record's place and its examples, or what is wrong with it; none for a record of other sources.
+# A record's location, and its examples or its fault; no examples for a record of other sources.
 Outcome = tuple[str, Encoded | InputError]
 
 
 class Coder(NamedTuple):
-    """All that decides what a record becomes."""
+    """The settings that determine the encoding of a record."""
 
     config: DataConfig
     tokenizer: PreTrainedTokenizerBase
@@ -43,12 +43,12 @@ class Coder(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """Most tokens of an example."""
+        """Maximum number of tokens per example."""
         return min(self.config.max_length, self.config.row_length)
 
 
 def outcomes(found: Found, coder: Coder, total: int | None) -> Iterator[Outcome]:
-    """Encodes each record, in the order given; `total` is their number, if known."""
+    """Encode each record, in the given order; `total` is the number of records, if known."""
     workers = coder.config.workers
     if workers == 0:
         workers = 1 if total is not None and total <= FEW else num_cores()
@@ -61,18 +61,18 @@ def outcomes(found: Found, coder: Coder, total: int | None) -> Iterator[Outcome]
 
 
 def encode_chunk(chunk: list[tuple[str, dict | InputError]], coder: Coder) -> list[Outcome]:
-    """Encodes a few records."""
+    """Encode a few records."""
     return [(place, _encoded(record, coder)) for place, record in chunk]
 
 
 def encode_record(record: dict, coder: Coder) -> Encoded:
-    """The examples that a record makes, each with an answer token.
+    """The examples of a record, each with an answer token.
 
-    A conversation makes one, or several where a later prompt of its ids does not continue the
-    earlier ones. A plain text makes one of each chunk. Ids come before messages, and messages
-    before a text.
+    A conversation makes one example, or several if a later prompt in its token ids does not
+    continue the earlier ones. A plain text makes one example per chunk. Token ids take precedence
+    over messages, and messages over plain text.
 
-    Raises InputError for a record that cannot be used; equal faults have equal texts.
+    Raises InputError for an unusable record; equal faults have equal messages.
     """
     found = _of_record(record, coder)
     if not found.examples:
@@ -83,11 +83,11 @@ def encode_record(record: dict, coder: Coder) -> Encoded:
 
 
 def _of_record(record: dict, coder: Coder) -> Encoded:
-    """The examples of a record, none where no answer is within the limit."""
+    """The examples of a record; none if no answer is within the limit."""
     config, tokenizer, vocab_size = coder
     if (answers := records.answers_of(record)) is not None:
         examples = chat.encode_ids(answers, vocab_size, coder.limit)
-        if config.answers == "reference":  # user turns after the first answer, too
+        if config.answers == "reference":  # includes user turns after the first answer
             fill = np.logical_or.accumulate
             examples = [each._replace(response_T=fill(each.response_T)) for each in examples]
         return Encoded(examples, other_text=_have_other_text(tokenizer, answers, record))
@@ -106,10 +106,10 @@ def _of_record(record: dict, coder: Coder) -> Encoded:
 
 
 def _have_other_text(tokenizer: PreTrainedTokenizerBase, answers: list[dict], record: dict) -> bool:
-    """Whether ids are not those of the answers in the messages: another tokenizer wrote them."""
+    """Whether the ids decode to other answers than the messages, as after a change of tokenizer."""
     try:
         messages = records.messages_of(record)
-    except InputError:  # ids alone
+    except InputError:  # ids only
         return False
     for answer, place in zip(answers, records.answer_places(messages), strict=False):
         text = messages[place]["content"].strip()

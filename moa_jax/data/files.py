@@ -1,6 +1,6 @@
-"""Records from files: JSON Lines, JSON and Parquet, read in a stream and counted.
+"""Records from files: JSON Lines, JSON and Parquet, streamed and counted.
 
-A record that cannot be read does not end the stream: an InputError takes its place.
+An unreadable record does not end the stream: an InputError takes its place.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any, BinaryIO, NamedTuple
 from moa_jax.errors import InputError
 from moa_jax.files.places import files_below, is_stored, place
 
-Found = Iterator[tuple[str, dict | InputError]]  # a place, `FILE line N`, and what is there
+Found = Iterator[tuple[str, dict | InputError]]  # (location `FILE line N`, record)
 
 
 class FileKind(NamedTuple):
-    """Functions that read the files with one ending and count their records."""
+    """Functions that read files with one extension and count their records."""
 
     read: Callable[[Path], Found]
     count: Callable[[Path], int]
 
 
 def kind_of(file: Path) -> FileKind:
-    """The reader for a file's ending; InputError for an ending without a reader."""
+    """The reader for a file's extension; raises InputError for an unknown extension."""
     kind = next((kind for end, kind in KINDS.items() if file.name.endswith(end)), None)
     if kind is None:
         raise InputError(f"{file} is of no known kind: use {', '.join(KINDS)}")
@@ -38,10 +38,10 @@ def kind_of(file: Path) -> FileKind:
 
 
 def below(path: Path) -> list[Path]:
-    """A file itself, or a folder's data files in the order of names.
+    """The file itself, or a folder's data files sorted by name.
 
-    Raises InputError if the folder has none, or has one that is unfinished or packed in a way that
-    is not read: its records would be missing without a word.
+    Raises InputError if the folder has no data files, or has a data file that is unfinished or in
+    an unsupported compression, whose records would be missing silently.
     """
     if path.is_file():
         return [path]
@@ -57,7 +57,7 @@ def below(path: Path) -> list[Path]:
 
 
 def locate(path: str) -> Path:
-    """The file or folder that a path means, `data:` resolved; InputError if it does not exist."""
+    """The file or folder of a path, `data:` resolved; raises InputError if it does not exist."""
     if path.startswith("data:"):
         beside = Path(__file__).resolve().parents[3] / "shared" / "data"
         root = Path(os.environ.get("MOA_DATA") or beside)
@@ -72,14 +72,14 @@ def locate(path: str) -> Path:
 
 
 def fault(text: str, cause: Exception) -> InputError:
-    """Error of one record, with one text for all records of the same fault; `cause` has details."""
+    """The error of a record, with equal text for equal faults; `cause` has the details."""
     error = InputError(text)
     error.__cause__ = cause
     return error
 
 
 def numbered(place: str, records: Iterable[dict | InputError]) -> Found:
-    """Records with the places `PLACE record 1`, `PLACE record 2`, ..."""
+    """Records with the locations `PLACE record 1`, `PLACE record 2`, ..."""
     for number, record in enumerate(records, start=1):
         yield f"{place} record {number}", record
 
@@ -106,7 +106,7 @@ def _count_json(file: Path) -> int:
 
 
 def _array_of(file: Path) -> list[Any] | None:
-    """The records of a file that is one JSON value; None for one of lines, whatever its name."""
+    """The records of a file with one JSON value; None for JSON Lines, whatever the extension."""
     _, first = next(_lines(file), (0, b""))
     has_lines = file.name.endswith((".jsonl", ".jsonl.gz"))
     if not first.lstrip().startswith(b"[") and (has_lines or _is_object(first)):
@@ -114,7 +114,7 @@ def _array_of(file: Path) -> list[Any] | None:
     try:
         values = _values(file)
     except InputError:
-        if has_lines:  # of which the first is not a record
+        if has_lines:  # whose first line is not a record
             return None
         raise
     return values if not has_lines or any(isinstance(value, dict) for value in values) else None
@@ -130,18 +130,18 @@ def _read_lines(file: Path) -> Found:
     for number, line in _lines(file):
         try:
             record = _checked(_parsed(line), escaped=b"\\ud" in line or b"\\uD" in line)
-        except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is one, too
+        except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError
             record = fault("not JSON in UTF-8: repair the line", error)
         yield f"{file} line {number}", record
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not blank, with their numbers."""
+    """Yield the lines of a file that are not blank, with their numbers."""
     number = 0
     try:
         with _open(file) as lines:
             for number, line in enumerate(lines, start=1):
-                line = line.removeprefix(codecs.BOM_UTF8)  # of a file, or of one appended to it
+                line = line.removeprefix(codecs.BOM_UTF8)  # of the file or an appended file
                 if line and not line.isspace():
                     yield number, line
     except (OSError, EOFError, zlib.error) as error:
@@ -151,7 +151,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _parsed(content: bytes) -> Any:
-    """The value in JSON; NaN stands for a missing value, as tables write it, and becomes None."""
+    """The value of a JSON document; NaN, which tables write for a missing value, becomes None."""
     named = {"NaN": None, "Infinity": math.inf, "-Infinity": -math.inf}
     return json.loads(content.decode("utf-8-sig"), parse_constant=named.get)
 
@@ -169,7 +169,7 @@ def _checked(record: object, escaped: bool = True) -> dict | InputError:
     if not isinstance(record, dict):
         return InputError("not a JSON object: write one record in braces")
     try:
-        if escaped:  # an escape like \ud800 is half a character, which no encoding can write
+        if escaped:  # an escape like \ud800 is half a character, which UTF-8 cannot encode
             json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         return fault("not text in UTF-8: repair the record", error)
@@ -201,7 +201,7 @@ def _open_parquet(file: Path) -> Iterator[Any]:
 
 
 def _rows(part: Any) -> list[dict | InputError]:
-    """The rows of a piece of a table; text is decoded here, so one row may spoil the piece."""
+    """The rows of a piece of a table; a piece with text that is not UTF-8 is decoded row by row."""
     try:
         return part.to_pylist()
     except UnicodeDecodeError as error:
@@ -210,7 +210,7 @@ def _rows(part: Any) -> list[dict | InputError]:
         return [row for i in range(part.num_rows) for row in _rows(part.slice(i, 1))]
 
 
-UNREAD = (".partial", ".zst", ".xz", ".bz2", ".zip")  # after the ending of data
+UNREAD = (".partial", ".zst", ".xz", ".bz2", ".zip")  # after the extension of a data file
 JSON = FileKind(_read_json, _count_json)
 KINDS: dict[str, FileKind] = {
     ".jsonl": JSON,

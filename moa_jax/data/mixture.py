@@ -1,8 +1,8 @@
-"""Rows of several sources in fixed shares, dealt as statelessly as those of one.
+"""Mixes rows of several sources in fixed shares, without state.
 
-Source p with share w_p gives its k-th row at time (k + 1/2) / w_p, and all rows are dealt in the
-order of their times. So of the first n rows of a run source p has given n w_p, within a few rows
-however long the run is, and any batch is found without those before it.
+Source p with share w_p yields its k-th row at time (k + 1/2) / w_p, and all rows are sorted by
+time. So the first n rows of a run include n w_p rows of source p, within a few rows for any n,
+and any batch is found without the batches before it.
 
     shares 1/2, 1/4, 1/4      a b c a  a b c a  a b c a ...
 """
@@ -18,10 +18,10 @@ from moa_jax.data.batch import Batch
 
 
 class Mixture:
-    """A stateless source of batches over the rows of several sources, with a share for each.
+    """A stateless source of batches over the rows of several sources, with a share per source.
 
-    Every source runs through epochs of its own and deals all its rows in each, in an order that
-    depends on the seed, the epoch and the source's place in the list.
+    Each source has its own epochs and yields all its rows in every epoch, in an order that
+    depends on the seed, the epoch and the source's index.
     """
 
     def __init__(
@@ -34,16 +34,16 @@ class Mixture:
         self._order = functools.lru_cache(2 * len(sources))(functools.partial(_order, seed))
 
     def __len__(self) -> int:
-        """As many batches as it takes to deal the number of rows that all sources hold."""
+        """Number of batches with `num_rows` rows in total, rounded down and at least 1."""
         return max(1, self.num_rows // self.rows_per_batch)
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of all sources; the rows of a source follow those of the source before."""
+        """Number of rows of all sources; row numbers continue from one source to the next."""
         return int(self._ends_P[-1])
 
     def numbers(self, step: int, rows: slice | None = None) -> np.ndarray:
-        """The numbers of the rows that make batch `step` of an endless run, or of these of them."""
+        """The row numbers of batch `step` of an endless run; `rows` selects some of them."""
         source_B, turn_B = deal(self.shares_P, step * self.rows_per_batch, self.rows_per_batch)
         here = slice(None) if rows is None else rows
         pairs = zip(source_B[here], turn_B[here], strict=True)
@@ -61,20 +61,20 @@ class Mixture:
         return Batch(*(np.concatenate(arrays)[back_R] for arrays in zip(*parts, strict=True)))
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
-        """Batch number `step` of an endless run, (rows_per_batch, T), or some of its rows."""
+        """Batch `step` of an endless run, (rows_per_batch, T); `rows` selects some of its rows."""
         return self.take(self.numbers(step, rows))
 
     def _number(self, source: int, turn: int) -> int:
-        """The number of the row that one source gives at its turn in an endless run."""
+        """The row number of a source's row `turn` in an endless run."""
         count = len(self.sources[source].tokens_BT)
         epoch, place = divmod(turn, count)
         return self._ends_P[source] - count + self._order(epoch, source, count)[place]
 
 
 def deal(shares_P: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows first .. first + count - 1 of a run: the source of each, and its number there."""
+    """Rows first .. first + count - 1 of a run: the source of each, and its turn in that source."""
     num_sources = len(shares_P)
-    # By time t a source has given t w_p rows to within 1/2, so row n comes at n -+ num_sources.
+    # Up to time t a source yields t w_p rows to within 1/2, so row n has time n -+ num_sources.
     begin_P = np.floor((first - num_sources) * shares_P - 0.5).clip(0).astype(np.int64)
     end_P = np.ceil((first + count + num_sources) * shares_P + 0.5).astype(np.int64)
     source_X = np.repeat(np.arange(num_sources), end_P - begin_P)

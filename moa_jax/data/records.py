@@ -7,10 +7,10 @@
     prompt                                            one user message, or a list of messages
     system, system_prompt                             beside any of these
     text                                              plain text, in a record without messages
-    token_ids, answers                                token ids, which come before all others
+    token_ids, answers                                token ids, which precede all others
 
 A key whose value is null or empty counts as absent: tables that mix two styles hold such values.
-All programs read records through this module, so they read one file alike.
+All programs read records through this module, so they read a file identically.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ ROLES = {
 }
 STYLES = ("messages", "history", "conversations", "conversation", "data", "instruction", "prompt")
 SYSTEM = ("system", "system_prompt")
-ABOUT = ("id", "source", "license")  # of a record, and no part of its text
+ABOUT = ("id", "source", "license")  # metadata of a record, not part of its text
 
 
 class ReadRecord(NamedTuple):
-    """The messages of a record, and the names of its keys that hold something else."""
+    """The messages of a record, and the names of its keys that are not read."""
 
     messages: list[Message]
     unread: tuple[str, ...]
@@ -52,10 +52,10 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
 
 
 def read_record(record: dict[str, Any]) -> ReadRecord:
-    """The messages of a record, and the names of its keys that make none.
+    """The messages of a record, and the names of its keys that are not read.
 
-    Content in parts becomes the parts' text. Raises InputError for another style, an unknown role,
-    an empty message and a part that is not text; all records with one fault have one line.
+    Content in parts becomes the parts' text. Raises InputError for an unknown style, an unknown
+    role, an empty message and a part that is not text; equal faults have equal messages.
     """
     style = next((style for style in STYLES if record.get(style)), None)
     if style is None:
@@ -73,7 +73,7 @@ def read_record(record: dict[str, Any]) -> ReadRecord:
 
 
 def prompt_of(messages: list[Message]) -> list[Message]:
-    """The messages without the answers at their end; InputError if no user message is left."""
+    """The messages without trailing answers; raises InputError if no user message is left."""
     ends = (i for i, message in enumerate(messages) if message["role"] != "assistant")
     asked = messages[: max(ends, default=-1) + 1]
     if not any(message["role"] == "user" for message in asked):
@@ -82,9 +82,9 @@ def prompt_of(messages: list[Message]) -> list[Message]:
 
 
 def answer_places(messages: list[Message]) -> list[int]:
-    """Places of the messages that answer something.
+    """Indices of the assistant messages after the first user message.
 
-    A greeting before the first user message is a part of the prompt, since no decoder generates it.
+    A greeting before the first user message is part of the prompt, since it is never generated.
     """
     roles = [message["role"] for message in messages]
     first = roles.index("user") if "user" in roles else len(roles)
@@ -92,7 +92,7 @@ def answer_places(messages: list[Message]) -> list[int]:
 
 
 def plain_text_of(record: dict[str, Any]) -> str | None:
-    """The `text` of a record without messages; None if it has messages, or no text."""
+    """The `text` of a record without messages; None if the record has messages or no text."""
     text, others = record.get("text"), set(STYLES) - {"prompt"}  # no answer follows a bare prompt
     return text if isinstance(text, str) and not any(map(record.get, others)) else None
 
@@ -100,7 +100,7 @@ def plain_text_of(record: dict[str, Any]) -> str | None:
 def unread_of(
     record: dict[str, Any], keys: Sequence[str], messages: Sequence[Message] = ()
 ) -> tuple[str, ...]:
-    """Names of the keys beside `keys` that hold text, lists or objects but no message."""
+    """Names of the keys besides `keys` that hold text, lists or objects but no message."""
     known = {"", *(message["content"].strip() for message in messages)}
     return tuple(
         key
@@ -111,7 +111,7 @@ def unread_of(
 
 
 def unread_keys(record: dict[str, Any]) -> tuple[str, ...]:
-    """The keys that are not read of a record whose messages or token ids are; () for others."""
+    """The keys that are not read; () for records of token ids and for records without messages."""
     if answers_of(record) is not None:
         return ()
     try:
@@ -121,22 +121,23 @@ def unread_keys(record: dict[str, Any]) -> tuple[str, ...]:
 
 
 def answers_of(record: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The objects of a record that hold `prompt_ids` and `token_ids`; None if it holds no ids.
+    """The objects of a record with `prompt_ids` and `token_ids`; None if the record has no ids.
 
-    A record has a list of them in `answers`, as `train.regenerate` writes it, or is one itself.
+    A record has a list of these objects in `answers`, as `train.regenerate` writes them, or is
+    such an object itself.
     """
     if record.get("token_ids") is not None:
         return [record]
     answers = _objects(record.get("answers"))
     if not isinstance(answers, list):
         return None
-    # Other data sets have a key `answers`, too, and no ids in it.
+    # Other data sets also have a key `answers`, without ids.
     has_ids = any(isinstance(each, dict) and "token_ids" in each for each in answers)
     return answers if has_ids else None
 
 
 def text_of_parts(content: Any) -> Any:
-    """The text of content in parts, a line for each; other content as it is."""
+    """The text of content in parts, one line per part; other content unchanged."""
     return "\n".join(map(text_of_part, content)) if isinstance(content, list) else content
 
 
@@ -152,7 +153,7 @@ def text_of_part(part: Any) -> str:
 
 
 def _no_messages(record: dict[str, Any]) -> InputError:
-    """The error for a record in which no key of a style holds something."""
+    """The error for a record in which every key of a style is empty or missing."""
     if (empty := next((key for key in STYLES if key in record), None)) is not None:
         return InputError(f"a record whose `{empty}` is empty: fill or remove it")
     if answers_of(record) is not None or record.get("prompt_ids"):
@@ -184,7 +185,7 @@ def _turns(record: dict[str, Any], style: str) -> list[Any]:
 
 
 def _has_roles(prompt: Any) -> bool:
-    """Whether a prompt is a list of messages, as TRL writes it, and not the parts of one."""
+    """Whether a prompt is a list of messages, as in TRL, and not the parts of one message."""
     first = prompt[0] if isinstance(prompt, list) and prompt else None
     return isinstance(first, dict) and _first(first, "role", "from") is not None
 
@@ -195,7 +196,7 @@ def _in_turn(texts: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _objects(found: Any) -> Any:
-    """A list of objects from a column per key, as TensorFlow Datasets keeps it; else `found`."""
+    """A list of objects from a column per key, as in TensorFlow Datasets; else `found`."""
     if not isinstance(found, dict):
         return found
     columns = {key: column for key, column in found.items() if column is not None}
@@ -205,9 +206,9 @@ def _objects(found: Any) -> Any:
 
 
 def _text(record: dict[str, Any], key: str) -> str:
-    """The text of a key, "" where it is absent; InputError where it is something else."""
+    """The text of a key, "" if absent; raises InputError for a value that is not text."""
     value = text_of_parts(record.get(key))
-    if value is None or value != value:  # tables write NaN for what is missing
+    if value is None or value != value:  # tables write NaN for missing values
         return ""
     if type(value) in (int, float):
         value = str(value)
@@ -217,7 +218,7 @@ def _text(record: dict[str, Any], key: str) -> str:
 
 
 def _first(turn: dict[str, Any], *names: str) -> Any:
-    """The first value that is not null."""
+    """The first value that is not null, in the order of `names`."""
     return next((turn[name] for name in names if turn.get(name) is not None), None)
 
 
@@ -232,14 +233,14 @@ def _role(turn: Any) -> str:
 
 def _message(turn: Any) -> Message:
     role, content = _role(turn), text_of_parts(_first(turn, "content", "value"))
-    # An empty system message is not the same as none, for which a template may have its own.
+    # Without a system message a template may add its own; with an empty one it does not.
     if not isinstance(content, str) or not (content.strip() or role == "system"):
         raise InputError("a message without text: fill or remove it")
     return {"role": role, "content": content}
 
 
 def _rest(turn: dict[str, Any]) -> list[str]:
-    """Names of a message's fields that hold something beside its role and its content."""
+    """Names of a message's fields that are not empty, besides its role and content."""
     role = "from" if turn.get("role") is None else "role"
     content = "value" if turn.get("content") is None else "content"
     filled = (name for name, value in turn.items() if value not in (None, "", [], {}))

@@ -3,10 +3,10 @@
     text       <s> [user] Hi [end] [assistant] Hello! [end] [user] Bye [end] [assistant] ...
     response    0    0    0    0        0        1      1     1     1    1        1
 
-For experiments that must repeat the paper; `moa_jax.data.chat` has the rule to prefer. The
-reference finds answers by the token ids around them, so it drops conversations that open with
-another system message, and takes later user turns for answers (its instruction template holds the
-opening of the text, which comes only once).
+This rule is for experiments that repeat the paper; `moa_jax.data.chat` has the preferred rule. The
+reference finds answers by the token ids around them. So the reference drops conversations that open
+with another system message, and marks later user turns as answers (its instruction template
+includes the opening of the conversation, which occurs only once).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Templates(NamedTuple):
-    """The texts that stand before the first question and between it and its answer."""
+    """The text before the first question, and the text between a question and its answer."""
 
     instruction: str
     response: str
@@ -33,7 +33,7 @@ class Templates(NamedTuple):
 def reference_messages(record: dict) -> ReadRecord:
     """The messages of a record as the reference reads them: any speaker but `gpt` is the user.
 
-    Raises InputError for other styles than `messages`, `history`, `conversations` (from, value),
+    Raises InputError for styles other than `messages`, `history`, `conversations` (from, value),
     and `instruction` with `output`.
     """
     styles = ("messages", "history", "conversations")
@@ -54,18 +54,19 @@ def reference_messages(record: dict) -> ReadRecord:
 
 
 def _said(turn: dict, style: str) -> tuple[str, str]:
-    """Role and content of a turn; null names are absent, as in a table of two styles."""
+    """Role and content of a turn; null keys count as absent, as in a table of two styles."""
     if style == "conversations" and turn.get("from") is not None:
         role, content = "assistant" if turn["from"] == "gpt" else "user", turn["value"]
     else:
         role, content = turn["role"], turn["content"]
-    return role, text_of_parts(content) + ""  # TypeError for what is not text
+    return role, text_of_parts(content) + ""  # TypeError for other values
 
 
 def reference_templates(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Templates:
     """Split a rendered conversation at a sentinel, the last token of the model's vocabulary.
 
-    Raises InputError if the tokenizer has no such token, as where a vocabulary is padded.
+    Raises InputError if the tokenizer has no such token, as with a padded vocabulary, and for a
+    template that does not write each message once.
     """
     sentinel = tokenizer.convert_ids_to_tokens(vocab_size - 1)
     if sentinel is None:
@@ -88,8 +89,8 @@ def reference_encode(
 ) -> Example | None:
     """Encode as the paper's code does (moa_spec/utils.py, with the collator of trl 0.8.2).
 
-    Truncates to `max_length` tokens; None where the reference drops the conversation.
-    Raises InputError for a text that holds the sentinel token, id `vocab_size` - 1.
+    Truncates to `max_length` tokens; None if the reference drops the conversation.
+    Raises InputError for a conversation with the sentinel token, id `vocab_size` - 1.
     """
     templates = reference_templates(tokenizer, vocab_size)
     tokens_T = _ids(tokenizer, render(tokenizer, messages))[:max_length]
@@ -106,8 +107,8 @@ def reference_encode(
 def _label(length: int, question_starts: np.ndarray, answer_starts: np.ndarray) -> np.ndarray:
     """Label all tokens but those from a question's start to the answer start of equal rank.
 
-    The first answer's mask reaches back to the start of the text, and a question without an answer
-    (cut off by truncation) is masked to the end.
+    The first answer's mask extends back to the start of the sequence, and a question without an
+    answer (after truncation) is masked to the end.
     """
     if not len(question_starts) or not len(answer_starts):
         return np.zeros(length, bool)
@@ -123,7 +124,7 @@ def _label(length: int, question_starts: np.ndarray, answer_starts: np.ndarray) 
 
 
 def _find(tokens_T: np.ndarray, needle: np.ndarray) -> np.ndarray:
-    """Starts of all places where `needle` occurs."""
+    """Start indices of all occurrences of `needle`."""
     if not len(needle) or len(needle) > len(tokens_T):
         return np.zeros(0, int)
     windows = np.lib.stride_tricks.sliding_window_view(tokens_T, len(needle))

@@ -1,4 +1,4 @@
-"""Records, counted as they pass, reported in a line for each kind of trouble."""
+"""Counts of records and tokens, reported in one line per kind of fault."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from moa_jax.data.encode import Coder, Outcome
 
 T = TypeVar("T")
-MOST_REASONS, MOST_KEYS = 5, 8  # in a line
+MOST_REASONS, MOST_KEYS = 5, 8  # shown in a line
 SUMS = ("kept", "examples", "full", "tokens", "response_tokens", "rows", "rewritten", "other_text")
 
 
 class RecordTally:
-    """Records as they are read: the number of each fault with the first place, and unread keys."""
+    """Counts of the faults and unread keys of records, with the first location of each fault."""
 
     def __init__(self) -> None:
         self.total = 0
         self.faults: Counter[str] = Counter()
-        self.first: dict[str, str] = {}  # fault -> the place of the first record that has it
-        self.unread: Counter[str] = Counter()  # key -> records that have it
+        self.first: dict[str, str] = {}  # fault -> location of its first record
+        self.unread: Counter[str] = Counter()  # key -> number of records with the key
 
     def each(self, found: Found, use: Callable[[dict], T]) -> Iterator[T]:
-        """Yield `use(record)` for each record, and count those for which it raises InputError."""
+        """Yield `use(record)` per record, and count records for which `use` raises InputError."""
         for place, record in found:
             self.total += 1
             try:
@@ -44,12 +44,12 @@ class RecordTally:
             yield made
 
     def add(self, place: str, fault: str) -> None:
-        """Counts a fault."""
+        """Count a fault of the record at `place`."""
         self.faults[fault] += 1
         self.first.setdefault(fault, place)
 
     def lines(self, noun: str = "records", verb: str = "left out") -> list[str]:
-        """A line for each fault, the most frequent first, and one for keys that are not read."""
+        """One line per fault, the most frequent first, and one for keys that are not read."""
         lines = [
             f"{count} of {self.total} {noun} {verb}: {fault} (first: {self.first[fault]})"
             for fault, count in self.faults.most_common()
@@ -57,13 +57,13 @@ class RecordTally:
         return lines + unread_lines(self.unread, self.total)
 
     def most_frequent(self) -> str:
-        """The most frequent fault with its number of records and the first of them."""
+        """The most frequent fault with its number of records and the first location."""
         ((fault, count),) = self.faults.most_common(1)
         return f"of {count}: {fault} (first: {self.first[fault]})"
 
 
 def unread_lines(unread: Mapping[str, int], total: int) -> list[str]:
-    """The line on keys that hold something and are not read; none where there are no such keys."""
+    """The line on keys that are not empty and not read; an empty list without such keys."""
     counts = Counter(unread).most_common()
     names = [f"`{key}` ({count})" for key, count in counts[:MOST_KEYS]]
     names += [f"{len(counts) - MOST_KEYS} others"] if len(counts) > MOST_KEYS else []
@@ -75,17 +75,17 @@ class DataReport:
     """Counts of one split: its records by outcome, and the tokens of its rows."""
 
     kept: int  # records
-    dropped: dict[str, int]  # why -> records, the most frequent reason first
-    examples: int  # a long plain text makes several of one record
-    full: int  # examples that take all of max_length (or of a row), most of them cut
+    dropped: dict[str, int]  # reason -> number of records, the most frequent first
+    examples: int  # a long plain text makes several
+    full: int  # examples of max_length (or of a whole row), most of them truncated
     tokens: int
     response_tokens: int
     rows: int
     row_length: int
-    first: dict[str, str] = dataclasses.field(default_factory=dict)  # why -> the first such place
-    unread: dict[str, int] = dataclasses.field(default_factory=dict)  # key -> records that have it
-    rewritten: int = 0  # records in which the chat template writes a turn unlike that of decoding
-    other_text: int = 0  # records whose token ids decode to another text than their messages have
+    first: dict[str, str] = dataclasses.field(default_factory=dict)  # reason -> first location
+    unread: dict[str, int] = dataclasses.field(default_factory=dict)  # key -> number of records
+    rewritten: int = 0  # records with a turn that the chat template renders unlike decoding
+    other_text: int = 0  # records whose token ids decode to a text other than their messages
 
     def __str__(self) -> str:
         reasons = []
@@ -118,12 +118,12 @@ class DataReport:
 
     @property
     def fill(self) -> float:
-        """Share of the rows' places that hold tokens, 0 to 1."""
+        """Fraction of the rows' positions that hold tokens, 0 to 1."""
         return self.tokens / (self.rows * self.row_length)
 
 
 def total(reports: Sequence[DataReport]) -> DataReport:
-    """One report for several paths with rows of one length."""
+    """The sum of the reports of several paths with equal row lengths."""
     dropped = sum((Counter(report.dropped) for report in reports), Counter())
     unread = sum((Counter(report.unread) for report in reports), Counter())
     first = {why: place for report in reversed(reports) for why, place in report.first.items()}
@@ -138,12 +138,12 @@ def total(reports: Sequence[DataReport]) -> DataReport:
 
 
 def refusal(place: str, why: str) -> InputError:
-    """The error for a record that cannot be used, where none may be left out."""
+    """The error for an unusable record if `data.bad_records` refuses such records."""
     return InputError(f"{place}: {why} (or set data.bad_records to skip)")
 
 
 class Tally:
-    """Counts the records that pass through it; `report` is complete when all have passed."""
+    """Counts the records that pass through; `report` is complete after the last record."""
 
     def __init__(self, paths: Sequence[str], coder: Coder) -> None:
         self._where = ", ".join(paths) or "an empty list of paths"
@@ -152,10 +152,10 @@ class Tally:
         self._counts: Counter[str] = Counter()
 
     def examples(self, outcomes: Iterable[Outcome]) -> Iterator[Example]:
-        """The examples of all records that can be used.
+        """Yield the examples of all usable records.
 
-        Raises InputError for the first that cannot, if the config says so, and at the end if
-        there was no example.
+        Raises InputError for the first unusable record if the config refuses such records, and at
+        the end if no example was found.
         """
         for place, found in outcomes:
             if isinstance(found, InputError):
@@ -175,7 +175,7 @@ class Tally:
             self._raise_nothing_left()
 
     def rows(self, blocks: Iterable[Batch]) -> Iterator[Batch]:
-        """The same rows."""
+        """Yield the same rows and count their tokens."""
         for rows in blocks:
             self._counts.update(
                 tokens=int((rows.segment_BT > 0).sum()),

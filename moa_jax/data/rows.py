@@ -1,6 +1,6 @@
-"""Examples into rows of tokens: packed side by side, or one a row.
+"""Lays out examples in rows of tokens: packed side by side, or one per row.
 
-Rows are laid out a block of examples at a time, so memory does not grow with the data and rows
+Rows are laid out one block of examples at a time, so memory does not grow with the data, and rows
 on disk equal those in memory.
 """
 
@@ -26,7 +26,7 @@ def blocks(
     pad_id: int,
     longest_first: bool = False,
 ) -> Iterator[Batch]:
-    """Rows (R, row_length) of each `BLOCK` examples, by `pack` or `pad`."""
+    """Yield rows (R, row_length) per `BLOCK` examples, from `pack` or `pad`."""
     examples = iter(examples)
     lay_out = partial(pack, longest_first=longest_first) if packed else pad
     while block := list(itertools.islice(examples, BLOCK)):
@@ -36,15 +36,15 @@ def blocks(
 def pack(
     examples: Sequence[Example], row_length: int, pad_id: int = 0, longest_first: bool = False
 ) -> Batch:
-    """Lay whole examples side by side into few rows (R, row_length), each its own segment.
+    """Pack whole examples side by side into few rows (R, row_length), each its own segment.
 
-    Best fit in the order given or by falling length: each example goes to the fullest row that
-    still has room, so the result depends on nothing else. An example longer than a row is cut.
+    Best fit, in the given order or by decreasing length: each example goes to the fullest row with
+    enough room. The result is deterministic. An example longer than a row is truncated.
     """
     if longest_first:
         examples = sorted(examples, key=lambda example: -len(example.tokens_T))
     row_of: list[int] = []
-    rooms: list[tuple[int, int]] = []  # (free places, row), sorted
+    rooms: list[tuple[int, int]] = []  # (free positions, row), sorted
     num_rows = 0
     for example in examples:
         length = min(len(example.tokens_T), row_length)
@@ -60,12 +60,12 @@ def pack(
 
 
 def pad(examples: Sequence[Example], row_length: int, pad_id: int = 0) -> Batch:
-    """Give each example a row (R, row_length) of its own; a longer one is cut."""
+    """Put each example into its own row (R, row_length); longer examples are truncated."""
     return _lay(examples, range(len(examples)), len(examples), row_length, pad_id)
 
 
 def empty(num_rows: int, row_length: int, pad_id: int) -> Batch:
-    """Rows (R, row_length) of padding alone."""
+    """Rows (R, row_length) of padding only."""
     shape = (num_rows, row_length)
     return Batch(
         tokens_BT=np.full(shape, pad_id, np.int32),
@@ -82,7 +82,7 @@ def _lay(
     row_length: int,
     pad_id: int,
 ) -> Batch:
-    """Write example `i` behind what row `row_of[i]` already holds."""
+    """Append example `i` to row `row_of[i]`."""
     rows = empty(num_rows, row_length, pad_id)
     used, segments = np.zeros(num_rows, int), np.zeros(num_rows, int)
     for example, row in zip(examples, row_of, strict=True):

@@ -1,12 +1,12 @@
-"""Rows on disk: tokenised and laid out once, then memory-mapped by every run that asks for them.
+"""Rows on disk: tokenised and laid out once, then memory-mapped by every run with equal settings.
 
-    CACHE/1f0c.../manifest.json     what made the rows, the report, the shards with their sizes
+    CACHE/1f0c.../manifest.json     fingerprint of the rows, report, shards with their sizes
     CACHE/1f0c.../rows-00000.npy    (R, T) of a struct: the arrays of a batch
-    CACHE/1f0c....lock              held by the process that builds them
-    CACHE/1f0c....9d2e.tmp/         a build that is at work or was interrupted
+    CACHE/1f0c....lock              held by the process that builds the rows
+    CACHE/1f0c....9d2e.tmp/         a build that is running or was interrupted
 
-The folder's name is a fingerprint of all that decides the rows. It appears when its last shard is
-in place, so a folder of that name is complete.
+The folder's name is a hash of the fingerprint, which determines the rows. The folder appears after
+its last shard is written, so a folder with that name is complete.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from moa_jax.files.places import is_stored, size_and_time
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 2  # raise it when the same input makes other rows
+FORMAT = 2  # raise when the same input makes other rows
 MANIFEST = "manifest.json"
-ABANDONED_S = 3600.0  # a build at work writes more often than this
+ABANDONED_S = 3600.0  # a running build writes more often than this
 OPEN_FILES = 256  # mapped at a time; each costs a file descriptor
 
 Build = Callable[[], tuple[Iterable[Batch], Callable[[], DataReport]]]
 
 
 class Column:
-    """One array (R, T) of rows that lie in several files; indexing reads only the indexed rows."""
+    """One array (R, T) of rows in several files; indexing reads only the indexed rows."""
 
     def __init__(
         self, files: Sequence[Path], ends: np.ndarray, field: str, row_length: int, dtype: Any
@@ -58,7 +58,7 @@ class Column:
         return self.shape[0]
 
     def __getitem__(self, rows_R: np.ndarray) -> np.ndarray:
-        """The rows (R, T) of these numbers, in their order."""
+        """The rows (R, T) with these numbers, in the given order."""
         found_RT = np.empty((len(rows_R), self.shape[1]), self.dtype)
         file_R = np.searchsorted(self._ends, rows_R, side="right")
         for number in np.unique(file_R):
@@ -73,14 +73,14 @@ class Column:
 
 
 def fingerprint(paths: Sequence[str], coder: Coder) -> dict[str, Any]:
-    """All that decides the rows of these paths.
+    """The settings and files that determine the rows of these paths.
 
     A dataset of another package is identified by its name alone: remove the cache after a new
     version of the dataset.
     """
     config, tokenizer, vocab_size = coder
     settings = ("max_length", "row_length", "pack", "answers", "sources")
-    if config.longest_first:  # rows in the order of before keep their name
+    if config.longest_first:  # other rows keep their earlier fingerprint
         settings += ("longest_first",)
     return {
         "format": [FORMAT, BLOCK],
@@ -92,19 +92,19 @@ def fingerprint(paths: Sequence[str], coder: Coder) -> dict[str, Any]:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The sha256 of all that decides which tokens a conversation becomes."""
+    """The sha256 of the tokenizer settings that determine the tokens of a conversation."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
-    for state in ("truncation", "padding"):  # set anew by each call
+    for state in ("truncation", "padding"):  # set by each call
         rules.pop(state, None)
     text = json.dumps([rules, tokenizer.chat_template, tokenizer.special_tokens_map], default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def cached(cache: str, made_from: dict[str, Any], build: Build) -> tuple[Batch, DataReport]:
-    """The rows that `made_from` decides, as columns on disk; built if no run has done so.
+    """The rows of a fingerprint `made_from`, as columns on disk; built if not cached yet.
 
     One process builds; others that need the same rows wait. Raises InputError for a folder that
-    cannot be written and for shards that are damaged.
+    cannot be written and for damaged shards.
     """
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cache).expanduser() / key
@@ -128,9 +128,9 @@ def _facts(file: Path) -> list[Any]:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Waits until no other process holds the lock; a process that is killed frees it."""
+    """Hold a lock file, waiting until it is free; a killed process releases its lock."""
     with path.open("a") as file:
-        with contextlib.suppress(ImportError, OSError):  # without locks, two may build the same
+        with contextlib.suppress(ImportError, OSError):  # without locks, two processes may build
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -152,14 +152,14 @@ def _make(folder: Path, made_from: dict[str, Any], build: Build) -> None:
         try:
             os.rename(scratch, folder)
         except OSError:
-            if not folder.exists():  # else another process was faster; its rows are the same
+            if not folder.exists():  # otherwise another process was faster
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _write(folder: Path, number: int, rows: Batch) -> dict[str, Any]:
-    """Stores one block; returns its entry in the manifest."""
+    """Store one block; returns its entry in the manifest."""
     small = np.min_scalar_type(rows.tokens_BT.shape[1])  # holds segments and positions
     types = (np.int32, small, small, np.bool_)
     stored_RT = np.empty(rows.tokens_BT.shape, list(zip(Batch._fields, types, strict=True)))

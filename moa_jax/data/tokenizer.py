@@ -1,6 +1,6 @@
-"""Tokenizers: train a small byte-level BPE with a chat template, load any from a folder or hub.
+"""Tokenizers: trains a small byte-level BPE with a chat template, loads any from a folder or hub.
 
-The rendered form of a conversation, one special token before and after each message:
+The rendered form of a conversation, with one special token before and after each message:
 
     <|begin|> <|user|> Hello. <|end|> <|assistant|> Good morning. <|end|>
 """
@@ -44,10 +44,10 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: str | Path) -> None:
-    """Train a byte-level BPE of at most `vocab_size` tokens and save it as a Hugging Face folder.
+    """Train a byte-level BPE of at most `vocab_size` tokens and save a Hugging Face folder.
 
     Special tokens have the ids 0 to 5, bytes follow, then merges; each digit is its own token.
-    Raises InputError for a vocabulary below 262, for a folder that exists, and without text.
+    Raises InputError for a vocabulary below 262, for an existing folder, and without text.
     """
     if vocab_size < SMALLEST_VOCAB:
         raise InputError(
@@ -75,8 +75,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: str | Path) -
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load the fast tokenizer of a Hugging Face folder or hub id; InputError if there is none."""
-    # transformers advises on stderr to install torch when it is imported without it.
+    """Load the fast tokenizer of a Hugging Face folder or hub id; raises InputError without one."""
+    # Without torch, transformers prints advice to install it on stderr.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
@@ -114,7 +114,7 @@ def _train_bpe(texts: Iterator[str], vocab_size: int):
 
 def _settings() -> dict:
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # known to transformers 4 and 5 alike
+        "tokenizer_class": "PreTrainedTokenizerFast",  # supported by transformers 4 and 5
         "bos_token": BEGIN,
         "eos_token": END,
         "pad_token": PAD,

@@ -1,9 +1,9 @@
-"""A map over many processes that keeps the order of its items.
+"""An ordered map over several processes.
 
     items --> process 0 .. process n --> results, in the order of the items
 
-Processes are spawned, so that none inherits the threads or devices of this one. Only a few items
-are in flight at a time, so memory does not grow with their number.
+Processes are spawned, so they do not inherit the threads or devices of this process. Only a few
+items are in flight at a time, so memory does not grow with the number of items.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from moa_jax.errors import InputError
 
 Item, Shared, Result = TypeVar("Item"), TypeVar("Shared"), TypeVar("Result")
-AHEAD = 4  # items in flight for each process
+AHEAD = 4  # items in flight per process
 
 
 def ordered_map(
@@ -30,10 +30,10 @@ def ordered_map(
     shared: Shared,
     workers: int,
 ) -> Iterator[Result]:
-    """`function(item, shared)` of each item; `shared` travels once to each process.
+    """Yield `function(item, shared)` per item, in order; `shared` is sent once to each process.
 
-    `function` is found by its name, so it must stand at the top of a module. Raises what it
-    raises, and InputError where processes are killed or cannot start.
+    `function` is pickled by name, so it must be defined at the top level of a module. Raises the
+    exceptions of `function`, and InputError if processes are killed or cannot start.
     """
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(shared,))
@@ -55,11 +55,11 @@ def ordered_map(
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# ---- in a process of its own ----------------------------------------------------------------
+# ---- in a worker process --------------------------------------------------------------------
 
 _shared: Any = None
 
@@ -67,13 +67,13 @@ _shared: Any = None
 def _start(shared: Any) -> None:
     global _shared
     _shared = shared
-    for number in (signal.SIGINT, signal.SIGTERM):  # a group gets these; its first process decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles these
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """Ends this process when its parent is gone: a killed parent cannot end its children."""
+    """End this process after its parent, since a killed parent cannot end its children."""
     multiprocessing.parent_process().join()
     os._exit(1)
 

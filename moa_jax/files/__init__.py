@@ -1,13 +1,13 @@
 """Model folders.
 
-folders.py    found, read, written whole   hf_config.py    the config.json of a target
-placement.py  tensors <-> devices          kinds.py        what a kind of drafter says of itself
-packed.py     tensors -> packed arrays     layer_files.py  the config.json of one-layer drafters
-parts.py      a model's hash, its parts    places.py      paths, also in object stores
-replace.py    files put in the place of earlier ones
-gguf_file.py  GGUF files as such folders   gguf_tokenizer.py  the tokenizer in their metadata
-token_ids.py  vocabularies, compared       turn_ends.py   ends by a tokenizer's files
-casts.py      weights in narrower floats   json_text.py    JSON without NaN and infinity
-copies.py     second copies of tensors     config_keys.py  keys that change the mathematics
-foreign.py    layouts that are not read
+folders.py    finds, reads, writes folders     hf_config.py    config.json of a target
+placement.py  tensors <-> devices              kinds.py        registry entry of a drafter kind
+packed.py     tensors -> packed arrays         layer_files.py  config.json of one-layer drafters
+parts.py      model hash, partial folders      places.py       paths, also in object stores
+replace.py    replaces the files of a folder
+gguf_file.py  GGUF files as model folders      gguf_tokenizer.py  tokenizer of a GGUF file
+token_ids.py  compares vocabularies            turn_ends.py    end tokens of a tokenizer's files
+casts.py      casts to narrower floats         json_text.py    JSON without NaN and infinity
+copies.py     compares duplicate tensors       config_keys.py  unsupported keys of config.json
+foreign.py    unsupported tensor layouts
 """

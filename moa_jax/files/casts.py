@@ -1,4 +1,4 @@
-"""Casts of weights to narrower floats, in which no finite number may become infinite."""
+"""Casts of weights to narrower floats, checked for overflow to infinity."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import numpy as np
 
 from moa_jax.errors import InputError
 
-DTYPES = ("float16", "bfloat16", "float32")  # that a model is loaded in or saved as
+DTYPES = ("float16", "bfloat16", "float32")  # supported in loading and saving
 
 
 def cast(array: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
-    """The floats in another dtype; `where` names them.
+    """Cast an array to `dtype`; `where` names the array in errors.
 
-    Raises InputError for finite numbers that are too large for it.
+    Raises InputError if a finite number overflows.
     """
     made = to_dtype(array, dtype)
     if is_faulty(array, made, finite=False):
@@ -22,7 +22,7 @@ def cast(array: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
 
 
 def is_faulty(given: np.ndarray, made: np.ndarray, finite: bool) -> bool:
-    """Whether a cast made infinities, or with `finite` whether what it gave is not finite."""
+    """Whether a cast created infinities; with `finite`, whether any result is not finite."""
     if finite:
         return num_not_finite(made) > 0
     checked = may_overflow(given.dtype, made.dtype)
@@ -30,19 +30,19 @@ def is_faulty(given: np.ndarray, made: np.ndarray, finite: bool) -> bool:
 
 
 def may_overflow(given: np.dtype, made: np.dtype) -> bool:
-    """Whether a cast can make infinities of finite numbers."""
+    """Whether a cast can turn finite numbers into infinities."""
     return ml_dtypes.finfo(given).max > ml_dtypes.finfo(made).max
 
 
 def num_not_finite(array: np.ndarray) -> int:
-    """The number of NaN and infinite floats; numpy's own loops for bfloat16 are slow."""
+    """Number of NaN and infinite values; numpy's own functions are slow for bfloat16."""
     bits = f"u{array.itemsize}"
     infinity, sign = np.array([np.inf, -0.0], array.dtype).view(bits)
     return int(np.count_nonzero((array.view(bits) & ~sign) >= infinity))
 
 
 def refusal(array: np.ndarray, dtype: np.dtype, where: str) -> InputError | None:
-    """The error for floats that hold NaN or infinity, or get it by a cast; None for others."""
+    """The error for NaN and infinity in an array or in its cast; None if both are finite."""
     found = num_not_finite(array)
     if grown := num_not_finite(to_dtype(array, dtype)) - found:
         wide = [name for name in DTYPES if num_not_finite(to_dtype(array, np.dtype(name))) == found]
@@ -54,6 +54,6 @@ def refusal(array: np.ndarray, dtype: np.dtype, where: str) -> InputError | None
 
 
 def to_dtype(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The floats in another dtype, whatever becomes of them."""
+    """The array cast to `dtype`, without a check for overflow."""
     with np.errstate(over="ignore", invalid="ignore"):
         return array.astype(dtype, copy=False)

@@ -1,7 +1,7 @@
-"""Keys of a config.json that change what a model computes, and the values that are computed here.
+"""Keys of a config.json that change a model's computation, and their supported values.
 
-Most keys are harmless, and transformers writes dozens of them, so only keys of this list are
-refused. They are those that other families or other software give to models of the same tensors.
+Only the keys listed here are refused, since transformers writes dozens of harmless keys. Other
+model families and other software use the listed keys for models with the same tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from moa_jax.errors import InputError
 
-Values = Mapping[str, tuple[Any, ...]]  # patterns of keys; null is neutral for each
+Values = Mapping[str, tuple[Any, ...]]  # key patterns; null is always neutral
 
 
 def _keys(values: tuple[Any, ...], patterns: str) -> Values:
@@ -35,7 +35,7 @@ NEUTRAL: Values = {
     **_keys((True,), "use_rope"),
     **_keys(([],), "no_rope_layers"),
     **_keys(("rope", "rotary"), "position_embedding_type"),
-    # masks, and how layers are joined
+    # masks, residual connections and norms
     **_keys((0,), "attention_chunk_size num_kv_shared_layers rms_norm_scale_offset"),
     **_keys((True,), "is_causal"),
     **_keys((False,), "attn_temperature_tuning use_bidirectional_attention is_encoder_decoder"),
@@ -44,9 +44,9 @@ NEUTRAL: Values = {
     **_keys(("rms", "rmsnorm", "rms_norm", "RMSNorm"), "norm_type"),
     **_keys((0, 1), "num_experts num_local_experts n_routed_experts"),
 }
-HARMLESS = ("ffn_dim_multiplier",)  # fits a pattern above; intermediate_size has its result
+HARMLESS = ("ffn_dim_multiplier",)  # matches a pattern above; intermediate_size includes its effect
 
-# The same of a drafter's layer over embedding and feature: speculators, vLLM and NVIDIA's files.
+# Keys of one-layer drafters over embedding and feature: speculators, vLLM and NVIDIA's files.
 LAYER_NEUTRAL: Values = {
     **_keys((False,), "norm_before_residual norm_before_fc fc_norm norm_output layernorms"),
     **_keys((False,), "use_mtp_layernorm parallel_drafting"),
@@ -60,9 +60,9 @@ LAYER_NEUTRAL: Values = {
 
 
 def refuse_keys(config: Mapping[str, Any], where: str, neutral: Values = NEUTRAL) -> None:
-    """Raise InputError, naming `where`, for the first key with a value that is not computed here.
+    """Raise InputError, naming `where`, for the first key with an unsupported value.
 
-    The first pattern that fits a key gives its neutral values.
+    The first pattern that matches a key gives its neutral values.
     """
     for key, value in config.items():
         values = next((v for pattern, v in neutral.items() if fnmatch.fnmatch(key, pattern)), None)
@@ -76,7 +76,7 @@ def refuse_keys(config: Mapping[str, Any], where: str, neutral: Values = NEUTRAL
 
 
 def flag(config: Mapping[str, Any], key: str, where: str) -> bool:
-    """A truth value, false where it is missing; raises InputError for other values."""
+    """The boolean value of a key, False if missing; raises InputError for other types."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         raise InputError(f"{where}: {key}: {shown(value)} is not a boolean; write true or false")
@@ -93,7 +93,7 @@ def refuse_contradictions(config: Mapping[str, Any], where: str) -> None:
 
 
 def contradiction(where: str, key: str, value: Any, other: str, another: Any) -> InputError:
-    """The error for two keys that say different things of one model."""
+    """The error for two keys that contradict each other."""
     return InputError(
         f"{where}: {key} is {shown(value)} and {other} is {shown(another)}; leave the one that "
         "these weights were trained with"
@@ -109,6 +109,6 @@ _READ = (
 
 
 def shown(value: Any) -> str:
-    """A value as it stands in a JSON file, cut where it is long."""
+    """A value as JSON, cut to 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

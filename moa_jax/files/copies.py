@@ -1,6 +1,6 @@
-"""Second copies of tensors: compared before one of them is left unread.
+"""Duplicate tensors: compared before one of them is ignored.
 
-Two stored tensors are the same if one is the other, or the other cast to its dtype: a bfloat16
+Two stored tensors are copies if they are equal after a cast to the dtype of either one: a bfloat16
 file of a float32 model is a copy, and so is a float16 file of a bfloat16 model. Dequantised values
 are compared with a tolerance, since quantisation rounds more than any cast.
 """
@@ -22,15 +22,15 @@ from moa_jax.model.convert import Shape
 from moa_jax.model.layers import inverse_frequencies
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-PIECE = 1 << 22  # numbers that are compared at once, so that few are held
-# Relative error of tensors: quantisation to two bits makes about 0.3, another model's tensor 1.4.
+PIECE = 1 << 22  # numbers compared at a time, to limit memory
+# Relative error of a tensor: about 0.3 from two-bit quantisation, 1.4 for another model's tensor.
 MOST_QUANTISED = 0.5
 
 
 def same(one: np.ndarray, other: np.ndarray, quantised: bool = False) -> bool:
-    """Whether two tensors are copies, over the rows that both have; a few MiB are held.
+    """Whether two tensors are copies, over the rows that both have, compared in small pieces.
 
-    `quantised`: one of them was dequantised.
+    `quantised`: one of the tensors was dequantised.
     """
     if one.shape[1:] != other.shape[1:]:
         return False
@@ -38,7 +38,7 @@ def same(one: np.ndarray, other: np.ndarray, quantised: bool = False) -> bool:
         parts = [_squares(*piece) for piece in _pieces(one, other)]
         error, size = np.sum(parts, axis=0)
         return bool(error <= MOST_QUANTISED**2 * size)
-    ways = {one.dtype, other.dtype}  # a file may be narrower than the tensor it copies, or wider
+    ways = {one.dtype, other.dtype}  # a copy may have a narrower or a wider dtype
     for a, b in _pieces(one, other):
         ways = {dtype for dtype in ways if _equal(to_dtype(a, dtype), to_dtype(b, dtype))}
         if not ways:
@@ -51,7 +51,7 @@ def with_own_head(
 ) -> TargetConfig:
     """The config of a model, untied if its files hold a head that differs from the embedding.
 
-    References: transformers 5 loads both tensors then, whatever `tie_word_embeddings` says.
+    References: transformers 5 then loads both tensors, regardless of `tie_word_embeddings`.
     """
     both = EMBEDDING in shapes and HEAD in shapes
     if not cfg.tie_word_embeddings or not both:
@@ -64,14 +64,14 @@ def with_own_head(
 def differing(
     reader: TensorReader, of_target: TensorReader, copies: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """The copies in a drafter's files that differ, each with the name of the target's tensor.
+    """Yield the copies in a drafter's files that differ, each with the name of the target's tensor.
 
-    `copies` maps names of the drafter to names of the target. Tensors that the target's folder
-    leaves out are skipped.
+    `copies` maps tensor names of the drafter to tensor names of the target. Tensors that the
+    drafter's or the target's folder omits are skipped.
     """
     for name, original in copies.items():
         if original == HEAD and HEAD not in of_target.shapes:
-            original = EMBEDDING  # of a tied target
+            original = EMBEDDING  # the target is tied
         if name not in reader.shapes or original not in of_target.shapes:
             continue
         quantised = of_target.stored(original).dtype not in folders.FLOATS
@@ -80,9 +80,9 @@ def differing(
 
 
 def check_files(folder: Path) -> None:
-    """Raise InputError where two files of a folder hold different tensors under one name.
+    """Raise InputError if two files of a folder hold different tensors under one name.
 
-    An adapter beside the weights changes them, too; transformers reads it.
+    Also refuses an adapter beside the weights, which transformers would apply.
     """
     if (adapter := folder / "adapter_config.json").is_file():
         raise InputError(
@@ -106,10 +106,10 @@ def check_files(folder: Path) -> None:
 def check_rotary(
     shapes: Iterable[str], read: Callable[[str], np.ndarray], block: BlockConfig
 ) -> None:
-    """Raise InputError for a stored table of rotary frequencies that config.json contradicts.
+    """Raise InputError for a stored table of rotary frequencies that contradicts config.json.
 
     Old files hold such tables, unscaled or scaled. float16 rounds the lowest frequencies of a base
-    of 500,000 by 2.5 %, so that 5 % is no contradiction.
+    of 500,000 by 2.5 %, so the tolerance is 5 %.
     """
     scalings = (None, block.rope_scaling)
     tables = [inverse_frequencies(block.head_dim, block.rope_theta, each) for each in scalings]
@@ -126,12 +126,12 @@ def check_rotary(
 
 
 def rotary_tables(names: Iterable[str]) -> list[str]:
-    """The names of stored tables of rotary frequencies."""
+    """Names of stored tables of rotary frequencies."""
     return [name for name in names if name.endswith("rotary_emb.inv_freq")]
 
 
 def _pieces(one: np.ndarray, other: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Both tensors flat, over the rows that both have, some numbers at a time."""
+    """Yield both tensors flat, over the rows that both have, `PIECE` numbers at a time."""
     numbers = min(one.size, other.size)
     one, other = one.reshape(-1), other.reshape(-1)
     for start in range(0, numbers, PIECE):
@@ -140,7 +140,7 @@ def _pieces(one: np.ndarray, other: np.ndarray) -> Iterator[tuple[np.ndarray, np
 
 
 def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    """Equal values, NaN and NaN among them; equal bits are found faster than equal numbers."""
+    """Whether all values are equal, NaN included; comparing bits is faster than numbers."""
     bits = f"u{one.itemsize}"
     if np.array_equal(one.view(bits), other.view(bits)):
         return True
@@ -151,6 +151,6 @@ def _equal(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _squares(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
-    """Sums of squares of a difference, and of the second tensor."""
+    """Sums of squares of the difference and of the second tensor."""
     a, b = one.astype(np.float32), other.astype(np.float32)
     return float(np.sum((a - b) ** 2, dtype=np.float64)), float(np.sum(b * b, dtype=np.float64))

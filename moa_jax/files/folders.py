@@ -1,4 +1,4 @@
-"""Model folders on disk: found, read tensor by tensor, written whole or not at all."""
+"""Model folders on disk: found, read tensor by tensor, written atomically."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes  # noqa: F401  numpy learns bfloat16 from it
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -28,7 +28,7 @@ from moa_jax.model.convert import Shape
 
 _TOKENIZER = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
 TOKENIZER_PATTERNS = ("tokenizer*", "chat_template*", *_TOKENIZER)
-TOKENIZER_FILES = (  # by their whole names: what an earlier tokenizer may have left
+TOKENIZER_FILES = (  # full names of files that an earlier tokenizer may have left
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("chat_template.jinja", "chat_template.json", *_TOKENIZER),
 )
@@ -43,20 +43,20 @@ _MAX_FILE_BYTES = 4 * 1024**3
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GGUF_INDEX, GGUF_LINK = "gguf_tensors.json", "model.gguf"  # in the folder of a GGUF file
 _PICKLES = "pytorch_model*.bin"
-WRITER = "moa-jax"  # in the metadata of an index, so that a later write knows its own files
+WRITER = "moa-jax"  # in the metadata of an index: marks files that a later write may remove
 _OTHERS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.msgpack", "*.h5", "*.npz", "*.onnx")
 
 
 def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) -> Path:
-    """A local folder as it is, or the cached folder of a hub id after fetching what it lacks.
+    """A local folder as given, or the cached folder of a hub id after downloading missing files.
 
-    A GGUF file, or a folder with one and no safetensors, has the folder of its metadata.
+    A GGUF file, or a folder with one and no safetensors, maps to the folder of its metadata.
     """
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         path = _only_gguf(path) or path
     if path.is_file() and path.suffix.lower() == ".gguf":
-        from moa_jax.files import gguf_file  # it needs a package that folders do without
+        from moa_jax.files import gguf_file  # needs a package that other folders do not
 
         return gguf_file.folder_of(path)
     if path.is_dir():
@@ -78,7 +78,7 @@ def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) ->
         raise InputError(
             f"{name} is gated on the hub: accept its licence there and run `hf auth login`"
         ) from error
-    except Exception as error:  # network, unknown name, bad cache: all of other types
+    except Exception as error:  # network, unknown name, bad cache: each of another type
         raise InputError(
             f"{name} is neither a folder nor reachable as a hub id ({first_line(error)}): "
             "check the spelling and the network"
@@ -100,17 +100,17 @@ def _only_gguf(folder: Path) -> Path | None:
 
 
 def _is_pickled_on_the_hub(name: str) -> bool:
-    """Whether a repository holds pytorch_model*.bin; False where the hub does not say."""
+    """Whether a repository holds pytorch_model*.bin; False if the hub cannot be reached."""
     from huggingface_hub import list_repo_files
 
     try:
         return any(fnmatch.fnmatch(file, _PICKLES) for file in list_repo_files(name))
-    except Exception:  # as of a download; that there are no weights is said where they are read
+    except Exception:  # of any type; missing weights are reported when they are read
         return False
 
 
 def _pickled(where: Any, folder: Any, first: str = "") -> InputError:
-    """The refusal of pickled weights, which says how they become safetensors."""
+    """The error for pickled weights, with the command that converts them to safetensors."""
     return InputError(
         f"{where} holds pytorch_model.bin but no safetensors, and pickles are never read: "
         f"run {first}python -m infer.peers.unpickle {folder} NEW_FOLDER once (it needs torch and "
@@ -119,7 +119,7 @@ def _pickled(where: Any, folder: Any, first: str = "") -> InputError:
 
 
 def public_name(folder: Path) -> str:
-    """A folder's hub id if it lies in the hub's cache, else its last name."""
+    """The hub id of a folder in the hub's cache, else the folder's own name."""
     cached = folder.parent.parent.name if folder.parent.name == "snapshots" else ""
     if cached.startswith("models--"):
         return cached.removeprefix("models--").replace("--", "/")
@@ -127,13 +127,13 @@ def public_name(folder: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raises InputError if it is missing, malformed or has a key twice."""
+    """Read a JSON object; raises InputError if it is missing, malformed or has conflicting keys."""
     try:
-        # Bytes: json then detects UTF-16 and a mark of byte order.
+        # Given bytes, json detects UTF-16 and a byte order mark.
         content = json.loads(path.read_bytes(), object_pairs_hook=_once)
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing: is {path.parent} a model folder?") from error
-    except ValueError as error:  # no JSON, no UTF-8, or a key with two values
+    except ValueError as error:  # not JSON, not UTF-8, or a key with two values
         raise InputError(f"{path} is not valid JSON ({error}): fetch or write it again") from error
     if not isinstance(content, dict):
         raise InputError(f"{path} holds no JSON object: fetch or write it again")
@@ -141,7 +141,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; raises ValueError for a key with two values, of which one would win."""
+    """A JSON object; raises ValueError for a key with two values, of which json keeps the last."""
     found = dict(pairs)
     if len(found) != len(pairs):
         for key, value in pairs:
@@ -151,7 +151,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file as `whole_file` does; raises OSError where it cannot, and leaves what was there.
+    """Write a file as `whole_file` does; raises OSError on failure and leaves the previous file.
 
     A device or a pipe, such as /dev/stdout, is written in place.
     """
@@ -166,9 +166,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a name for a file that becomes `path` if the block ends well, and vanishes if not.
+    """Yield a temporary path that replaces `path` if the block succeeds and is removed otherwise.
 
-    A link stays, as the file that it leads to is replaced; a replaced file's mode stays.
+    A symbolic link stays and its target is replaced; the replaced file's mode is kept.
     """
     path = Path(os.path.realpath(path))
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
@@ -185,12 +185,12 @@ def keep_mode(old: Path, new: Path) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object as Hugging Face does, indented and with sorted keys, as a whole."""
+    """Write a JSON object atomically and as Hugging Face does, indented and with sorted keys."""
     write_whole(path, to_json(content, indent=2, sort_keys=True) + "\n")
 
 
 def file_hash(path: Path) -> str | None:
-    """The sha256 of a file, None where there is none."""
+    """The sha256 of a file; None if the file does not exist."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -198,9 +198,9 @@ def file_hash(path: Path) -> str | None:
 
 
 def folder_hash(folder: Path, patterns: Iterable[str] = _FILES_OF_MODEL) -> str:
-    """The sha256 of the names and all the bytes of a model's files; `parts.model_hash` is quicker.
+    """The sha256 of the names and all bytes of a model's files; `parts.model_hash` is faster.
 
-    Answer folders and reports keep this value, so it must stay the same.
+    Answer folders and reports store this value, so it must not change between versions.
     """
     paths = {path for pattern in patterns for path in folder.glob(pattern)}
     lines = (f"{path.name} {file_hash(path)}" for path in sorted(paths))
@@ -208,12 +208,12 @@ def folder_hash(folder: Path, patterns: Iterable[str] = _FILES_OF_MODEL) -> str:
 
 
 def json_hash(content: Any) -> str:
-    """The sha256 of a value as JSON, whatever the order of its keys."""
+    """The sha256 of a value as JSON, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def header_of(path: Path) -> dict[str, Any]:
-    """What a checked safetensors file says of each tensor; offsets count from the file's start."""
+    """Tensor entries of a validated safetensors file; offsets count from the start of the file."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))
@@ -225,7 +225,7 @@ def header_of(path: Path) -> dict[str, Any]:
 
 
 class Stored(NamedTuple):
-    """The place of a tensor in a file, and its dtype by the file's name for it."""
+    """The location of a tensor in a file, and its dtype as the file spells it."""
 
     path: Path
     dtype: str
@@ -234,7 +234,7 @@ class Stored(NamedTuple):
 
 
 class TensorReader:
-    """The tensors of a model's files by name; nothing is read before `read` is called."""
+    """The tensors of a model's files by name; data is read only when `read` is called."""
 
     def __init__(
         self, where: Path, stored: Mapping[str, Stored], shapes: Mapping[str, Shape]
@@ -245,7 +245,10 @@ class TensorReader:
         self._maps: dict[Path, np.ndarray] = {}
 
     def check(self, expected: Mapping[str, Shape], ignored: Iterable[str] = ()) -> None:
-        """Raise InputError unless exactly the expected tensors are there, as floats."""
+        """Raise InputError unless the files hold exactly the `expected` tensors, as floats.
+
+        Tensors in `ignored` may also be present.
+        """
         self._report("lacks", [name for name in expected if name not in self.shapes])
         known = set(expected) | set(ignored)
         self._report("has unexpected", [name for name in self.shapes if name not in known])
@@ -258,13 +261,13 @@ class TensorReader:
             self._float_of(name)
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor; floats are a view of the file, which reads when it is used.
+        """One tensor; a float tensor is a view of the file, which is read on access.
 
-        safetensors would copy it, which takes as long as the rest of loading. Raises InputError
-        for a file that has become shorter since it was opened.
+        safetensors would copy the tensor, which takes as long as the rest of loading. Raises
+        InputError for a file that was truncated after it was opened.
         """
         path, dtype, start, end = self._stored[name]
-        if path.stat().st_size < end:  # using the view would end the process
+        if path.stat().st_size < end:  # reading the view would crash the process
             raise InputError(f"{path} ends within {name}: fetch it again")
         if path not in self._maps:
             self._maps[path] = np.asarray(np.memmap(path, np.uint8, "r"))
@@ -274,12 +277,12 @@ class TensorReader:
         return content.view(FLOATS[dtype]).reshape(self.shapes[name])
 
     def num_bytes(self, name: str) -> int:
-        """Bytes of a tensor when it is read."""
+        """Size in bytes of a tensor as `read` returns it."""
         _, _, start, end = self._stored[name]
         return end - start
 
     def stored(self, name: str) -> Stored:
-        """The place of a tensor in its file."""
+        """The location of a tensor in its file."""
         return self._stored[name]
 
     @property
@@ -291,11 +294,11 @@ class TensorReader:
         return np.dtype(self._float_of(next(floats, next(iter(self.shapes)))))
 
     def _other(self, name: str, content: np.ndarray) -> np.ndarray:
-        """The tensor of a dtype outside FLOATS."""
+        """A tensor of a dtype outside FLOATS."""
         raise NotImplementedError
 
     def _float_of(self, name: str) -> str:
-        """The float dtype that a tensor is read in; raises InputError for others."""
+        """The float dtype in which a tensor is read; raises InputError for other dtypes."""
         stored = self._stored[name].dtype
         if stored not in FLOATS:
             raise InputError(
@@ -315,7 +318,7 @@ class TensorReader:
 
 
 def has_tensors(folder: Path) -> bool:
-    """Whether a folder holds the files of a model's tensors, which `find_folder` can leave out."""
+    """Whether a folder holds a model's tensor files, which `find_folder` can leave out."""
     if (folder / GGUF_INDEX).is_file():
         return True
     try:
@@ -325,7 +328,7 @@ def has_tensors(folder: Path) -> bool:
 
 
 def readers_of_files(folder: Path) -> list[TensorReader]:
-    """A reader for each file of tensors, the shards beside a model.safetensors among them."""
+    """A reader per tensor file, including shards beside a model.safetensors; none for GGUF."""
     if (folder / GGUF_INDEX).is_file():
         return []
     files = _weight_files(folder)
@@ -335,7 +338,7 @@ def readers_of_files(folder: Path) -> list[TensorReader]:
 
 
 def open_tensors(folder: Path) -> TensorReader:
-    """The tensors of a model folder; raises InputError for damaged files."""
+    """A reader for the tensors of a model folder; raises InputError for damaged files."""
     if (folder / GGUF_INDEX).is_file():
         from moa_jax.files.gguf_file import GGUFReader
 
@@ -347,10 +350,10 @@ class SafetensorsReader(TensorReader):
     """The tensors of a folder's safetensors files, in the dtypes of the files."""
 
     def __init__(self, folder: Path, files: Iterable[Path] | None = None) -> None:
-        """`files` are those to read, by default all that make the model."""
+        """`files` are the files to read, by default all files of the model."""
         stored, shapes = {}, {}
         for path in _weight_files(folder) if files is None else files:
-            _open_safetensors(path)  # checks it
+            _open_safetensors(path)  # validates the file
             for name, entry in sorted(header_of(path).items()):
                 stored[name] = Stored(path, entry["dtype"], *entry["data_offsets"])
                 shapes[name] = tuple(entry["shape"])
@@ -365,9 +368,9 @@ def write_tensors(
 ) -> None:
     """Write tensors, given in the order of `shapes`, holding one file's worth at a time.
 
-    Floats become `dtype`, integers and booleans stay what they are.
-    More than 4 GiB are split into several files with an index, as Hugging Face does. Raises
-    InputError for finite numbers that are too large for `dtype`.
+    Floats are cast to `dtype`; integers and booleans keep their dtypes. More than 4 GiB are split
+    into several files with an index, as Hugging Face does. Raises InputError for finite numbers
+    that overflow in `dtype`.
     """
     dtype = np.dtype(dtype)
     kept = (
@@ -379,7 +382,7 @@ def write_tensors(
 
 
 def copy_tensors(reader: TensorReader, names: Iterable[str], folder: Path) -> None:
-    """Write some tensors of other files as they are stored; split as `write_tensors` does."""
+    """Write some tensors as `reader` returns them, split into files as `write_tensors` does."""
     sizes = {name: reader.num_bytes(name) for name in names}
     _write_files(folder, sizes, ((name, reader.read(name)) for name in sizes))
 
@@ -387,7 +390,7 @@ def copy_tensors(reader: TensorReader, names: Iterable[str], folder: Path) -> No
 def _write_files(
     folder: Path, sizes: Mapping[str, int], tensors: Iterable[tuple[str, np.ndarray]]
 ) -> None:
-    """Write tensors, given in the order of `sizes`, which says the bytes of each."""
+    """Write tensors, given in the order of `sizes`, which maps each name to its bytes."""
     if not sizes:
         _write_safetensors(folder / SINGLE, {})
     file_of = _plan_files(sizes)
@@ -404,7 +407,7 @@ def _write_files(
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy tokenizer and chat template files, whichever are there."""
+    """Copy the tokenizer and chat template files that exist."""
     for pattern in TOKENIZER_PATTERNS:
         for path in source.glob(pattern):
             if path.is_file():
@@ -428,7 +431,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The files that an index names; raises InputError for a damaged index."""
+    """The files listed in an index; raises InputError for a damaged index."""
     file_of = read_json(folder / INDEX).get("weight_map")
     if not isinstance(file_of, dict) or any(type(file) is not str for file in file_of.values()):
         raise InputError(
@@ -450,7 +453,7 @@ def _open_safetensors(path: Path) -> Any:
 
 def _write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     path.touch()
-    mode = path.stat().st_mode  # as the umask has it; the writer leaves files to their owner alone
+    mode = path.stat().st_mode  # set by the umask; save_file restricts files to their owner
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -461,7 +464,7 @@ def _write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def _plan_files(sizes: Mapping[str, int]) -> dict[str, str]:
-    """Name the file of each tensor, in order."""
+    """Map each tensor, in order, to the name of its file."""
     number, filled = 1, 0
     number_of: dict[str, int] = {}
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""Layouts of files that are recognised and not read, so that a refusal can name them."""
+"""Unsupported tensor layouts that are recognised, so that an error can name them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _EAGLE3 = "use the official layout, with tensors midlayer.*"
 _EAGLE = "use the official layout, with tensors fc.* and layers.0.*"
 _OTHER_KIND = "use a drafter of another kind"
 _RENAME = "save the model again without it"
-# The first pattern that fits the whole name of a tensor: (pattern, layout, what to do).
+# (pattern, layout, advice): the first pattern that matches the full name of a tensor applies.
 _LAYOUTS = (
     (r"(model\.)?(fc_norm\.\d+|input_norm)\.weight", "EAGLE-3.1 (norms before fc)", _OTHER_KIND),
     (r"model\.(midlayer|layers\.0)\.hidden_norm\.weight", "EAGLE-3 below `model.`", _EAGLE3),
@@ -29,7 +29,7 @@ _LAYOUTS = (
 
 
 def foreign_layout(names: Iterable[str]) -> str | None:
-    """The end of a refusal that names the layout of these tensors; None where none is known."""
+    """The end of an error message with the layout of these tensors; None for an unknown layout."""
     names = list(names)
     for pattern, layout, advice in _LAYOUTS:
         if found := next((name for name in names if re.fullmatch(pattern, name)), None):

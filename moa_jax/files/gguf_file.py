@@ -1,4 +1,4 @@
-"""GGUF files as model folders: metadata becomes the JSON files, tensors are read where they lie.
+"""GGUF files as model folders: metadata becomes the JSON files, tensors are read in place.
 
     x.gguf                          CACHE/gguf/KEY/x/
       sizes, RoPE, end ids   -->      config.json, generation_config.json
@@ -6,9 +6,9 @@
       names, types, offsets  -->      gguf_tensors.json
       tensors (quantised)    <--      model.gguf, a link to x.gguf
 
-KEY is a hash of the path, size and time of x.gguf, so a changed file gets a new folder. The folder
-is a target like any other; a tensor is dequantised when it is read. llama.cpp stores the rows of a
-Llama's query and key heads in the order of its own rotary embedding:
+KEY is a hash of the path, inode, size and times of x.gguf, so a changed file gets a new folder. The
+folder loads like any other target; a tensor is dequantised when it is read. llama.cpp stores the
+rows of a Llama's query and key heads in the order of its own rotary embedding:
 
     llama.cpp   row 2i of a head is row i of the first half, row 2i + 1 row i of the second half
     here        the first half of a head's rows, then the second half
@@ -41,10 +41,10 @@ from moa_jax.files.places import user_cache
 from moa_jax.model import convert
 from moa_jax.model.layers import inverse_frequencies
 
-FORMAT = 2  # of the folder; a change of what is derived or refused makes new folders
+FORMAT = 2  # of the folder; raise when derived files or checks change
 INDEX, LINK = folders.GGUF_INDEX, folders.GGUF_LINK
-# Control tokens that end a turn or a text. Files state one of them, the generation_config.json of
-# the same model often several; llama.cpp finds them by these names, too.
+# Control tokens that end a turn or a sequence, by name, as in llama.cpp. A GGUF file states one end
+# token; the generation_config.json of the same model often lists several.
 ENDS = (
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"),
     *("<|endoftext|>", "<|end_of_text|>"),
@@ -54,8 +54,8 @@ ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
 }
-# Keys of an architecture that change what a model computes, with the only value that is computed;
-# None: absent or 0.
+# Keys of an architecture that change the computation, with the only supported value; None stands
+# for absent or 0.
 _ABSENT = (
     "attention.clamp_kqv attention.max_alibi_bias attention.scale attention.sliding_window "
     "attention.temperature_scale attn_logit_softcapping embedding_scale expert_count "
@@ -64,16 +64,16 @@ _ABSENT = (
 )
 NEUTRAL: dict[str, Any] = dict.fromkeys(_ABSENT.split())
 NEUTRAL |= {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
-ROPE_FACTORS = "rope_freqs.weight"  # (E / 2,): what llama.cpp divides rotary frequencies by
+ROPE_FACTORS = "rope_freqs.weight"  # (E / 2,): llama.cpp's divisors of rotary frequencies
 
 
 def folder_of(path: Path) -> Path:
-    """The model folder of a GGUF file, written when the file is first seen.
+    """The model folder of a GGUF file, written when the file is first opened.
 
-    Raises InputError for a file that is cut short, of an unknown architecture or quantisation, one
-    part of several, without a tensor, or without all that makes its tokenizer.
+    Raises InputError for a truncated file, an unknown architecture or quantisation, one part of
+    several, a missing tensor, and incomplete metadata of the tokenizer.
     """
-    file = path.resolve()  # in the hub's cache a path is a link to a file whose name is a hash
+    file = path.resolve()  # the hub's cache links to files named by a hash
     status = file.stat()
     times = status.st_mtime_ns, status.st_ctime_ns
     seen = repr((FORMAT, str(file), status.st_ino, status.st_size, *times))
@@ -92,13 +92,13 @@ def folder_of(path: Path) -> Path:
 
 
 def _cache() -> Path:
-    """The folder of all GGUF files' folders; one of this process where the user's is read-only."""
+    """The parent of all GGUF folders; a temporary folder if the user's cache cannot be written."""
     try:
         root = user_cache() / "gguf"
         root.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=root).close()
         return root
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
+    except (OSError, RuntimeError):  # RuntimeError: no home directory
         return _temporary()
 
 
@@ -110,7 +110,7 @@ def _temporary() -> Path:
 
 
 def _write_folder(path: Path, folder: Path) -> None:
-    """Write all files of a GGUF's folder under a temporary name, then rename it."""
+    """Write all files of a GGUF's folder under a temporary name, then rename the folder."""
     file = _opened(path)
     metadata = _Metadata(path, file)
     config, tensors = _config_and_tensors(file, metadata)
@@ -129,7 +129,7 @@ def _write_folder(path: Path, folder: Path) -> None:
         try:
             fresh.rename(folder)
         except OSError:
-            if not (folder / INDEX).is_file():  # else another process was first
+            if not (folder / INDEX).is_file():  # otherwise another process wrote the folder first
                 raise
 
 
@@ -144,7 +144,7 @@ def _opened(path: Path) -> gguf.GGUFReader:
 
 
 class _Metadata:
-    """The keys of a GGUF file, and what they say of a model."""
+    """The metadata of a GGUF file; the constructor refuses unsupported architectures and values."""
 
     def __init__(self, path: Path, file: gguf.GGUFReader) -> None:
         self.path, self._fields = path, file.fields
@@ -162,14 +162,14 @@ class _Metadata:
             )
         for key, neutral in NEUTRAL.items():
             value = self.of_model(key, neutral)
-            if value != neutral and (value or neutral):  # 0 is absent
+            if value != neutral and (value or neutral):  # 0 counts as absent
                 raise InputError(
                     f"{path}: {self.architecture}.{key} is {value}, which is not supported; use a "
                     "dense model with full, causal attention that is not scaled"
                 )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key; raises InputError for text that is not UTF-8."""
+        """The value of a key; raises InputError for a string that is not UTF-8."""
         if key not in self._fields:
             return default
         try:
@@ -183,7 +183,7 @@ class _Metadata:
         return value
 
     def of_model(self, key: str, default: Any = None) -> Any:
-        """The value of a key of this architecture."""
+        """The value of a key below the architecture's prefix."""
         return self.get(f"{self.architecture}.{key}", default)
 
     def size(self, key: str) -> int:
@@ -199,9 +199,9 @@ class _Metadata:
         return self.get(f"tokenizer.ggml.{name}_token_id")
 
     def special_ids(self, vocab_size: int) -> tuple[list[int], int | None]:
-        """All ids that end a turn or a text, and the padding id.
+        """All ids that end a turn or a sequence, and the padding id.
 
-        Raises InputError for an id beyond the tokens, or beyond the model's vocabulary.
+        Raises InputError for an id outside the token list or the model's vocabulary.
         """
         tokens = self.need("tokenizer.ggml.tokens")
         kinds = self.get("tokenizer.ggml.token_type", ())
@@ -225,7 +225,7 @@ class _Metadata:
 def _config_and_tensors(
     file: gguf.GGUFReader, metadata: _Metadata
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json without special ids, and the entry of each tensor under its name here."""
+    """config.json without special ids, and the entry of each tensor by its Hugging Face name."""
     stored = {tensor.name: tensor for tensor in file.tensors}
     config = _config(metadata, stored)
     target = target_config_from_hf(config, str(metadata.path))
@@ -235,12 +235,12 @@ def _config_and_tensors(
         for name in convert.stored_shapes(convert.target_table(target))
     }
     heads = {"q_proj": target.block.num_heads, "k_proj": target.block.num_kv_heads}
-    heads = heads if metadata.architecture == "llama" else {}  # llama.cpp reorders only these
+    heads = heads if metadata.architecture == "llama" else {}  # reordered for Llama only
     tensors: dict[str, Any] = {}
     for tensor in file.tensors:
         if tensor.name == ROPE_FACTORS:
             continue
-        name = name_of.get(tensor.name, tensor.name)  # an unknown one is refused when it is loaded
+        name = name_of.get(tensor.name, tensor.name)  # loading refuses unknown tensors
         tensors[name] = {
             "type": tensor.tensor_type.name,
             "shape": [int(size) for size in reversed(tensor.shape)],
@@ -254,7 +254,7 @@ def _config_and_tensors(
 
 
 def _config(metadata: _Metadata, stored: Mapping[str, gguf.ReaderTensor]) -> dict[str, Any]:
-    """The config.json that the metadata and the tensors' names say."""
+    """The config.json derived from the metadata and the names of the tensors."""
     width, heads = metadata.size("embedding_length"), metadata.size("attention.head_count")
     if width % heads and metadata.of_model("attention.key_length") is None:
         raise InputError(f"{metadata.path}: {heads} heads do not divide a width of {width}")
@@ -294,15 +294,15 @@ def _config(metadata: _Metadata, stored: Mapping[str, gguf.ReaderTensor]) -> dic
 
 
 def _shortest(value: float) -> float:
-    """The float that is written shortest among those of the same float32."""
+    """The shortest decimal number that rounds to the same float32."""
     return float(str(np.float32(value)))
 
 
 def _rope_scaling(
     metadata: _Metadata, stored: Mapping[str, gguf.ReaderTensor], head_dim: int, theta: float
 ) -> dict[str, Any] | None:
-    """RoPE scaling as config.json writes it; raises InputError for kinds that are not read."""
-    # As in llama.cpp: the type defaults to linear, older files have another key, and 0 is 1.
+    """RoPE scaling in the form of config.json; raises InputError for unsupported kinds."""
+    # As in llama.cpp: the type defaults to linear, older files use another key, and 0 means 1.
     kind = metadata.of_model("rope.scaling.type", "linear")
     factor = metadata.of_model("rope.scaling.factor", metadata.of_model("rope.scale_linear", 0.0))
     scaled = kind != "none" and not (kind == "linear" and factor in (0.0, 1.0))
@@ -329,9 +329,9 @@ def _llama3_scaling(
 ) -> dict[str, Any] | None:
     """The llama3 scaling that divides rotary frequencies by these factors; None for factors of 1.
 
-    Of turns t = original * frequency / 2 pi, the kept share k = (t - low) / (high - low) gives
-    1 / factor_i = k + (1 - k) / factor where 0 < k < 1. So k is a line over frequency, and low is
-    free: all of (original, low, high) times a number is the same scaling. It is 1 in all releases.
+    For t = original * frequency / 2 pi and k = (t - low) / (high - low), the scaling sets
+    1 / factor_i = k + (1 - k) / factor where 0 < k < 1. So k is linear in the frequency, and low is
+    free: scaling original, low and high by one number changes nothing. All releases have low = 1.
     """
     if (factors == 1).all():
         return None
@@ -362,7 +362,7 @@ def _llama3_scaling(
 
 
 class GGUFReader(folders.TensorReader):
-    """The tensors of a GGUF file under their names here, in float32 where they are quantised."""
+    """The tensors of a GGUF file by Hugging Face name; quantised tensors are read as float32."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Any]) -> None:
         """`tensors` are the entries of gguf_tensors.json."""
@@ -374,7 +374,7 @@ class GGUFReader(folders.TensorReader):
 
     @classmethod
     def of_folder(cls, folder: Path) -> GGUFReader:
-        """The tensors of a folder that `folder_of` wrote; raises InputError if the file is gone."""
+        """The tensors of a folder from `folder_of`; raises InputError if the file is missing."""
         path = (folder / LINK).resolve()
         if not path.is_file():
             raise InputError(f"cannot read {path}: the GGUF file of {folder} is missing")
@@ -393,12 +393,12 @@ class GGUFReader(folders.TensorReader):
         return gguf.dequantize(rows_RX, self._type_of(name)).reshape(shape)
 
     def num_bytes(self, name: str) -> int:
-        """Bytes of a tensor as `read` returns it."""
+        """Size in bytes of a tensor as `read` returns it."""
         return math.prod(self.shapes[name]) * np.dtype(self._float_of(name)).itemsize
 
     @property
     def dtype(self) -> np.dtype:
-        """The widest dtype of the matrices; that of quantised ones is float32."""
+        """The widest dtype of the matrices; quantised matrices count as float32."""
         matrices = [name for name, shape in self.shapes.items() if len(shape) > 1]
         return max((np.dtype(self._float_of(name)) for name in matrices), key=lambda d: d.itemsize)
 

@@ -2,7 +2,7 @@
 
     tokenizer.ggml.model   gpt2    byte-level BPE; `pre` names the pattern that splits text first
                            llama   SentencePiece's BPE with bytes; scores rank the merges
-    tokenizer.ggml.pre     llama-bpe, qwen2, smollm, gpt-2 and the names that share their patterns
+    tokenizer.ggml.pre     llama-bpe, qwen2, smollm, gpt-2 and other names of the same patterns
 
 References: llama.cpp's src/llama-vocab.cpp for patterns and defaults; the tokenizer.json files of
 Llama 2, Llama 3, Qwen2.5 and SmolLM2.
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 Get = Callable[..., Any]  # (key, default=None) -> value of a metadata key
 
-CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that text is searched for first
-SPACE = "\u2581"  # which SentencePiece writes for a space
+CONTROL, USER_DEFINED = 3, 4  # token types that are matched before text is split
+SPACE = "\u2581"  # SentencePiece's symbol for a space
 
-# The patterns differ in how many digits of a number stay together.
+# The patterns differ in the number of digits that stay together.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3, QWEN2 = _WORDS + r"\p{N}{1,3}" + _REST, _WORDS + r"\p{N}" + _REST
 SPLITS = dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), LLAMA3)
 SPLITS |= dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2)
-DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")  # GPT-2's, digits alone
+DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")  # GPT-2's, each digit alone
 GPT2 = ("gpt-2", "olmo", "jais", "phi-2")
 
 
 def write_tokenizer(folder: Path, get: Get, where: str) -> None:
-    """Write the tokenizer that metadata describe; `where` names the file in errors.
+    """Write the tokenizer that the metadata describes; `where` names the file in errors.
 
-    Raises InputError for metadata that do not describe one fully.
+    Raises InputError for metadata that is incomplete or invalid.
     """
     tokens, kind = _need(get, "tokens", where), _need(get, "model", where)
     if kind not in ("gpt2", "llama"):
@@ -93,7 +93,7 @@ def _pre(get: Get) -> str | None:
 
 
 def _byte_level(get: Get, tokens: Sequence[str], where: str) -> Tokenizer:
-    """Byte-level BPE with the split pattern of its model."""
+    """Byte-level BPE with the split pattern named in the metadata."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre, merges = _need(get, "pre", where), _need(get, "merges", where)
@@ -109,7 +109,7 @@ def _byte_level(get: Get, tokens: Sequence[str], where: str) -> Tokenizer:
     else:
         known = ", ".join((*SPLITS, *DIGITS, *GPT2))
         raise InputError(f"{where}: tokenizer.ggml.pre {pre!r} is not supported; known are {known}")
-    # Llama 3 takes a word that is a token whole, though merges would not make it.
+    # Llama 3 keeps a word that is a token, even if merges would not produce the token.
     model = models.BPE(
         {token: id for id, token in enumerate(tokens)},
         [tuple(merge.split(" ", 1)) for merge in merges],
@@ -123,7 +123,7 @@ def _byte_level(get: Get, tokens: Sequence[str], where: str) -> Tokenizer:
 
 
 def _sentencepiece(get: Get, tokens: Sequence[str], where: str) -> Tokenizer:
-    """SentencePiece's BPE: merges in the order of their scores, bytes for what no token has."""
+    """SentencePiece's BPE: merges in the order of their scores, with fallback to bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     unknown = get("tokenizer.ggml.unknown_token_id", 0)
@@ -147,7 +147,7 @@ def _sentencepiece(get: Get, tokens: Sequence[str], where: str) -> Tokenizer:
 
 
 def _merges(tokens: Sequence[str], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
-    """All pairs of tokens that make a third; those of the token with the best score first."""
+    """Yield all pairs of tokens that form a third, in descending order of that token's score."""
     known = {token: id for id, token in enumerate(tokens)}
     for id in sorted(range(len(tokens)), key=lambda id: -scores[id]):
         token = tokens[id]
@@ -157,7 +157,7 @@ def _merges(tokens: Sequence[str], scores: Sequence[float]) -> Iterator[tuple[st
 
 
 def _add_special(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
-    """Mark the tokens that are found whole in text: control tokens and those of a user."""
+    """Mark control and user-defined tokens, which are matched whole in text."""
     from tokenizers import AddedToken
 
     of_kind = lambda kind: [t for t, found in zip(tokens, kinds, strict=True) if found == kind]

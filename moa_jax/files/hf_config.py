@@ -1,7 +1,7 @@
 """Reads and writes the Hugging Face `config.json` of a target.
 
-transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 one block `rope_parameters`.
-Both spellings are read; the older one is written, which both versions read.
+transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters`.
+Both forms are read. The older form is written, since both versions read it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ARCHITECTURES = {
 
 
 def target_config_from_hf(config: dict[str, Any], where: str = "config.json") -> TargetConfig:
-    """Read a target's config; raises InputError, naming `where`, for models that cannot be run."""
+    """Read a target's config; raises InputError, naming `where`, for unsupported models."""
     family = config.get("model_type")
     if family not in ARCHITECTURES:
         raise InputError(
@@ -71,7 +71,7 @@ def target_config_from_hf(config: dict[str, Any], where: str = "config.json") ->
 
 
 def target_config_to_hf(cfg: TargetConfig) -> dict[str, Any]:
-    """Write a target's config; raises InputError where its family cannot express it."""
+    """Write a target's config; raises InputError if its family cannot express the config."""
     block = cfg.block
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[cfg.family]],
@@ -103,7 +103,7 @@ def target_config_to_hf(cfg: TargetConfig) -> dict[str, Any]:
 
 
 def need(config: dict[str, Any], key: str, where: str) -> Any:
-    """A value that must be there; raises InputError naming `where` and the key."""
+    """A required value; raises InputError, naming `where` and the key, if it is missing."""
     if config.get(key) is None:
         raise InputError(f"{where}: {key} is missing: use the config.json that came with the model")
     return config[key]
@@ -116,13 +116,13 @@ def _positive(value: float, key: str, where: str) -> float:
 
 
 def _or(config: dict[str, Any], key: str, default: Any) -> Any:
-    """A value, or a default where it is missing or null; 0 is a value, which is refused later."""
+    """A value, or a default if the value is missing or null; 0 is kept and refused later."""
     value = config.get(key)
     return default if value is None else value
 
 
 def _refuse_variants(config: dict[str, Any], where: str, family: str, head_dim: int) -> None:
-    """Raise InputError for keys whose values are not computed, and for those that contradict."""
+    """Raise InputError for keys with unsupported values and for keys that contradict each other."""
     scale = (head_dim**-0.5,) if head_dim else ()
     own: Values = {
         "attention_multiplier": scale,
@@ -151,7 +151,7 @@ def _refuse_variants(config: dict[str, Any], where: str, family: str, head_dim: 
 
 
 def _windowed(config: dict[str, Any], where: str, family: str) -> str | None:
-    """The key that gives a layer a sliding window, if one does."""
+    """The key that gives a layer a sliding window; None without one."""
     layers = need(config, "num_hidden_layers", where)
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     asked = config.get("use_sliding_window")
@@ -164,15 +164,15 @@ def _windowed(config: dict[str, Any], where: str, family: str) -> str | None:
     if asked:
         some = window and config.get("max_window_layers", 0) < layers
         return "use_sliding_window" if some else None
-    # Qwen has windows only where `use_sliding_window` asks for them; a Llama has no such key.
+    # Qwen has windows only if `use_sliding_window` is true; Llama has no such key.
     short = window and window < config.get("max_position_embeddings", window + 1)
     return "sliding_window" if family == "llama" and asked is None and short else None
 
 
 def check_same_block(config: dict[str, Any], target: TargetConfig, where: str) -> None:
-    """Raise InputError where the config of a drafter with the target's layers contradicts it.
+    """Raise InputError if the config of a drafter with the target's layers contradicts the target.
 
-    Keys that it leaves out are the target's.
+    Missing keys default to the target's values.
     """
     block = target.block
     _refuse_variants(
@@ -207,7 +207,7 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def _rope_from_hf(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Rotary base and scaling in either spelling; a missing base is 10000."""
+    """Rotary base and scaling in either form; the base defaults to 10000."""
     rope = _rope_keys(config, where)
     theta = _positive(float(rope.pop("rope_theta", 10000.0)), "rope_theta", where)
     kind = rope.pop("rope_type", "default")
@@ -218,7 +218,7 @@ def _rope_from_hf(config: dict[str, Any], where: str) -> tuple[float, RopeScalin
         )
     known = (*_SCALING_KEYS[kind], _ORIGINAL, "mrope_section")
     for key, value in rope.items():
-        if key not in known and value != 1:  # 1 is neutral, as a factor
+        if key not in known and value != 1:  # a factor of 1 is neutral
             raise InputError(
                 f"{where}: {key}: {shown(value)} is not supported for rope scaling {kind!r}; use "
                 "the config.json that came with the model"
@@ -232,7 +232,7 @@ def _rope_from_hf(config: dict[str, Any], where: str) -> tuple[float, RopeScalin
 
 
 def _rope_keys(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """The rotary settings of all spellings by one name; InputError where two differ."""
+    """The rotary settings of all forms, by one name each; raises InputError for conflicts."""
     blocks = {
         "rope_parameters.": config.get("rope_parameters") or {},
         "rope_scaling.": config.get("rope_scaling") or {},

@@ -1,4 +1,4 @@
-"""JSON documents as RFC 8259 has them: NaN and infinity, which it lacks, are written as null."""
+"""JSON documents as RFC 8259 defines them: NaN and infinity are written as null."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def to_json(content: Any, **layout: Any) -> str:
-    """A document of JSON's types; `layout` is that of `json.dumps`."""
+    """Serialise a value of JSON's types; `layout` is passed to `json.dumps`."""
     return json.dumps(_finite(content), allow_nan=False, **layout)
 
 

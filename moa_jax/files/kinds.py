@@ -1,4 +1,4 @@
-"""What a kind of drafter must say of itself, so that it can be loaded, saved and run."""
+"""The registry entry of a drafter kind: functions to load, save and run its drafters."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ FILE_LAYOUTS: tuple[FileLayout, ...] = ("ours", "authors", "vllm", "speculators"
 
 
 class Files(NamedTuple):
-    """What is known of a drafter's files before its parameters are read."""
+    """The files of a drafter before its parameters are read."""
 
     config: dict[str, Any]  # config.json
-    shapes: Mapping[str, Shape]  # of tensors, by name
-    read: Callable[[str], np.ndarray]  # a tensor by its name
+    shapes: Mapping[str, Shape]  # by tensor name
+    read: Callable[[str], np.ndarray]  # reads a tensor by name
 
 
 class DrafterKind(NamedTuple):
     """One entry of the registry: pure functions over config dictionaries and shapes."""
 
-    config: type  # the frozen dataclass of its sizes and choices
-    detect: Callable[[dict[str, Any], set[str]], bool]  # of a config.json and tensor names
+    config: type  # the frozen dataclass of sizes and options
+    detect: Callable[[dict[str, Any], set[str]], bool]  # (config.json, tensor names)
     read_config: Callable[[Files, TargetConfig, int | None], tuple[Any, tuple[str, ...]]]
-    table: Callable[[Any, TargetConfig], Table]  # which stored tensors make its parameters
+    table: Callable[[Any, TargetConfig], Table]  # the stored tensors of each parameter
     write_config: Callable[[Any, TargetConfig, FileLayout], dict[str, Any]]
     make: Callable[..., Any]  # (config, target config, objective or None) -> api.Drafter
-    # tensors besides the parameters, written as they are; `extras` are tensors that go unread
+    # constants: tensors besides the parameters, written unchanged; extras: tensors that are ignored
     constants: Callable[[Any, TargetConfig], dict[str, np.ndarray]] = lambda cfg, target: {}
     extras: tuple[str, ...] = ()
-    # tensors that repeat one of the target, by their names and its name; they must be the same
+    # names of duplicated target tensors: drafter -> target; the tensors must be equal
     copies: Mapping[str, str] = MappingProxyType({})
-    without_files: Any = None  # the config of a kind without files, which is named instead
+    without_files: Any = None  # the config of a kind without files, which is selected by name
 
 
 def target_sizes(target: TargetConfig) -> dict[str, int]:
-    """The sizes by which files name a target, under their Hugging Face names."""
+    """The sizes that identify a target in files, under their Hugging Face names."""
     return {"vocab_size": target.vocab_size, **layer_sizes(target)}
 
 
 def layer_sizes(target: TargetConfig) -> dict[str, int]:
-    """The sizes that a drafter and its target must share whatever the vocabulary is.
+    """The sizes that a drafter and its target must share, whatever the vocabulary is.
 
-    One vocabulary has embeddings with more or fewer unused rows, so `load_drafter` compares the
-    tokens' ids where both are known.
+    Embeddings of one vocabulary differ in their number of unused rows, so `load_drafter` compares
+    token ids if both vocabularies are available.
     """
     return {
         "hidden_size": target.block.hidden_size,
@@ -64,7 +64,7 @@ def layer_sizes(target: TargetConfig) -> dict[str, int]:
 def check_pairing(stated: Mapping[str, Any], of_target: Mapping[str, Any]) -> None:
     """Raise InputError for the first value of a drafter's files that contradicts its target.
 
-    Values that either side leaves out, or has as None, are skipped.
+    Values that are missing or None on either side are skipped.
     """
     for key, actual in of_target.items():
         if None not in (stated.get(key), actual) and stated[key] != actual:
@@ -72,9 +72,9 @@ def check_pairing(stated: Mapping[str, Any], of_target: Mapping[str, Any]) -> No
 
 
 def sizes_of_layer(shapes: Mapping[str, Shape], prefix: str, head_dim: int) -> tuple[int, int]:
-    """Key-value heads and MLP width of a layer, from its key and up projections.
+    """Number of key-value heads and MLP width of a layer, from its key and up projections.
 
-    Raises InputError for missing tensors, and for rows that are not whole heads.
+    Raises InputError for missing tensors, and for rows that are not a multiple of `head_dim`.
     """
     keys, up = f"{prefix}self_attn.k_proj.weight", f"{prefix}mlp.up_proj.weight"
     rows, width = (tensor_shape(shapes, name)[0] for name in (keys, up))
@@ -84,21 +84,21 @@ def sizes_of_layer(shapes: Mapping[str, Shape], prefix: str, head_dim: int) -> t
 
 
 def tensor_shape(shapes: Mapping[str, Shape], name: str) -> Shape:
-    """The shape of a tensor; raises InputError where the drafter lacks it."""
+    """The shape of a tensor; raises InputError if the drafter's files lack the tensor."""
     if name not in shapes:
         raise InputError(f"the drafter lacks the tensor {name}: is it of this kind?")
     return shapes[name]
 
 
 def check_stated(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Raises InputError for a config.json with other sizes than its tensors have."""
+    """Raise InputError for sizes in config.json that differ from those of the tensors."""
     for key, size in sizes.items():
         if config.get(key, size) != size:
             raise misstated(key, config[key], size)
 
 
 def misstated(key: str, value: Any, found: Any) -> InputError:
-    """The error for a config.json with another size than its tensors have."""
+    """The error for a size in config.json that differs from that of the tensors."""
     return InputError(
         f"config.json says {key} is {value} but the tensors have {found}: use the config.json of "
         "these weights"

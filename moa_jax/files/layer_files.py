@@ -1,4 +1,4 @@
-"""Reads and writes the config.json of drafters that are one decoder layer beside a target."""
+"""Reads and writes the config.json of drafters that consist of one decoder layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moa_jax.files.kinds import FileLayout, Files, check_pairing, misstated, siz
 
 
 class LayerSizes(Protocol):
-    """The fields that the configs of such drafters share."""
+    """The fields that all configs of one-layer drafters share."""
 
     num_key_value_heads: int
     intermediate_size: int
@@ -22,9 +22,9 @@ class LayerSizes(Protocol):
 
 
 def block_of(cfg: LayerSizes, target: TargetConfig, plain: bool = False) -> BlockConfig:
-    """The drafter's layer: the one of its config, else the target's with the drafter's sizes.
+    """The drafter's layer: `cfg.block`, else the target's layer with the drafter's sizes.
 
-    `plain` leaves out the biases and norms of other families than Llama.
+    `plain` drops the biases and norms that Llama does not have.
     """
     sizes = (cfg.num_key_value_heads, cfg.intermediate_size)
     return cfg.block or _resized(target.block, *sizes, plain)
@@ -40,16 +40,16 @@ def read_sizes(
 ) -> dict[str, Any]:
     """The fields of `LayerSizes`: two sizes from the tensors, heads and RoPE from config.json.
 
-    `block` is None where the layer is of the target's kind. Raises InputError for files of
-    another target and for missing tensors.
+    `block` is None if the layer has the target's settings. Raises InputError for files of another
+    target and for missing tensors.
     """
     check_pairing(files.config, {"hidden_size": target.block.hidden_size})
     _refuse_variants(files.config, target, plain)
     stated = {"vocab_size": target.vocab_size, "num_hidden_layers": 1} | files.config
     if all(kind == "full_attention" for kind in stated.get("layer_types") or ()):
-        stated["layer_types"] = None  # some writers keep those of the target's layers
+        stated["layer_types"] = None  # some writers keep the value of the target
     stated.setdefault("max_position_embeddings", target.max_position_embeddings)
-    if stated.get("model_type") not in ARCHITECTURES:  # some writers name the drafter's kind
+    if stated.get("model_type") not in ARCHITECTURES:  # some writers put the drafter's kind here
         stated["model_type"] = "llama" if plain else target.family
     block = target_config_from_hf(stated).block
     check_rotary(files.shapes, files.read, block)
@@ -64,10 +64,10 @@ def read_sizes(
 
 
 def _refuse_variants(config: dict[str, Any], target: TargetConfig, plain: bool) -> None:
-    """Raise InputError for keys of other drafters of one layer, which are not computed here.
+    """Raise InputError for keys of other one-layer drafters, which are not supported.
 
     NVIDIA's files have such keys in `eagle_config`. The paper's code writes the target's config,
-    whose number of layers is the target's.
+    including the target's number of layers.
     """
     if config.get("transformer_layer_config"):
         raise InputError(
@@ -84,7 +84,7 @@ def _refuse_variants(config: dict[str, Any], target: TargetConfig, plain: bool) 
     }
     if plain:
         neutral = {**neutral, "attention_bias": (False,), "mlp_bias": (False,)}
-    else:  # it has the target's head
+    else:  # the drafter uses the target's head
         neutral = {**neutral, "draft_vocab_size": (target.vocab_size,)}
     refuse_keys(config, "config.json", neutral)
     refuse_keys(config.get("eagle_config") or {}, "config.json: eagle_config", neutral)
@@ -93,9 +93,9 @@ def _refuse_variants(config: dict[str, Any], target: TargetConfig, plain: bool) 
 def _check_stated(
     block: BlockConfig, kv_heads: int, width: int, plain: bool, target: TargetConfig
 ) -> None:
-    """Raise InputError where config.json states other sizes than the tensors have.
+    """Raise InputError for sizes in config.json that differ from those of the tensors.
 
-    Unless `plain`, it may be the target's config, as the paper's code writes it.
+    Unless `plain`, config.json may state the target's sizes, as the paper's code writes them.
     """
     for key, value, found, of_target in (
         ("num_key_value_heads", block.num_kv_heads, kv_heads, target.block.num_kv_heads),
@@ -108,7 +108,7 @@ def _check_stated(
 def write_sizes(
     cfg: LayerSizes, target: TargetConfig, layout: FileLayout, method: str, plain: bool = False
 ) -> dict[str, Any]:
-    """The config.json of a model with this one layer; InputError for a layout without them."""
+    """The config.json of a one-layer model; raises InputError for unsupported layouts."""
     if layout not in ("ours", "authors"):
         raise InputError(
             f"drafters of kind {method} have no layout {layout}: choose ours or authors"

@@ -1,18 +1,18 @@
-"""Stored tensors packed into arrays in the host's memory, by several threads.
+"""Packs stored tensors into arrays in host memory, with several threads.
 
-    file    (out, in)    some rows at a time: jax's CPU client turns them into a core's cache,
+    file    (out, in)    some rows at a time: jax's CPU client transposes them in a core's cache,
       |
       v
-    array   (in, out)    and they are cast into columns of the array
+    array   (in, out)    and a cast writes them to columns of the array
 
-What takes longest is the kernel clearing the pages of these arrays, so each is written once, by
-all threads, and devices that are CPUs take it over. Where this process needs some parts of an array
-the rest is not read, and pages in which no part lies are not cleared either.
+Most of the time goes to the kernel, which zeroes the pages of these arrays. So each array is
+written once, by all threads, and CPU devices take over its memory. If this process needs only
+parts of an array, the rest is not read, and pages outside those parts are not zeroed.
 
-Pages are mapped as the system maps them. Numpy would ask for pages of 2 MiB. These are cleared two
-to four times as fast where a machine owns its memory. But a virtual machine may hand free blocks of
-2 MiB back to its host, and to fetch them again takes ten times longer, while smaller pages come
-from what it kept.
+Arrays have the system's default page size. Numpy would request pages of 2 MiB, which are zeroed two
+to four times as fast on a physical machine. But a virtual machine may return free blocks of 2 MiB
+to its host, and fetching such blocks again takes ten times longer, while smaller pages come from
+memory that the virtual machine kept.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ from moa_jax.files import casts
 from moa_jax.files.folders import TensorReader
 from moa_jax.model import convert
 
-PIECE_BYTES = 4 * 1024**2  # what a thread turns at once, so that a core's cache holds it
+PIECE_BYTES = 4 * 1024**2  # transposed at a time by a thread; fits a core's cache
 MOST_THREADS = 8
 
 
 class _Piece(NamedTuple):
-    """Rows of a stored tensor, and where they go."""
+    """Rows of a stored tensor and their destination."""
 
     given_OI: np.ndarray
     out_OI: np.ndarray  # a view of the array
-    finite: bool  # whether all numbers have to be
-    turned: bool  # whether numbers of a column lie side by side there
+    finite: bool  # whether NaN and infinity are refused
+    turned: bool  # whether columns of `out_OI` are contiguous
 
 
-Box = tuple[range, ...]  # a part of a packed array, by axes
+Box = tuple[range, ...]  # a part of a packed array: one range per axis
 
 
 class Needed(NamedTuple):
-    """An array to be read."""
+    """An array to read."""
 
     packing: convert.Packing
-    turned: bool  # on the host, if it turns
-    boxes: Collection[Box] | None = None  # the parts to be filled; None for all
+    turned: bool  # whether the host transposes the array, if `packing.turns`
+    boxes: Collection[Box] | None = None  # the parts to fill; None for all
     finite: bool = False  # whether NaN and infinity are refused
 
 
 def read_packed(reader: TensorReader, wanted: Iterable[Needed], dtype: Any) -> Iterator[np.ndarray]:
-    """Yield the arrays that are wanted; the next is read while the caller has one.
+    """Yield one array per item of `wanted`; the next is read while the caller uses one.
 
-    One that turns and shall not be turned has its first axis last, and as its dtype the narrower
-    of `dtype` and the tensors' own. All others have the shape of the packing, and `dtype`. There
-    are two arrays at a time, if the caller keeps none, and a piece for each thread. Raises
-    InputError as `TensorReader.read`, for numbers that a cast makes infinite, and for those that
-    are not finite where they have to be.
+    If `packing.turns` but not `turned`, the array has its first axis last, and the narrower of
+    `dtype` and the tensors' common dtype. All other arrays have the shape of the packing, and
+    `dtype`. Two arrays are held at a time, if the caller keeps none, and one piece per thread.
+    Raises InputError as `TensorReader.read`, for finite numbers that overflow in a cast, and with
+    `Needed.finite` for any number that is not finite.
     """
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS), "read") as threads:
         begun: collections.deque[tuple[Needed, np.ndarray, list[Future[bool]]]]
@@ -87,7 +87,7 @@ def read_packed(reader: TensorReader, wanted: Iterable[Needed], dtype: Any) -> I
 def _finished(
     reader: TensorReader, wanted: Needed, array: np.ndarray, pieces: list[Future[bool]]
 ) -> np.ndarray:
-    """The array once it is filled; the tensors are read again only for what an error says."""
+    """The array once it is filled; the tensors are read again only to describe an error."""
     if any([piece.result() for piece in pieces]):
         for name in wanted.packing.names:
             where = f"{reader.file_of[name]}: {name}"
@@ -97,7 +97,7 @@ def _finished(
 
 
 def _planned(reader: TensorReader, wanted: Needed, dtype: Any) -> tuple[np.ndarray, list[_Piece]]:
-    """A new array, and the pieces that fill it."""
+    """A new array and the pieces that fill it."""
     packing = wanted.packing
     tensors = [reader.read(name) for name in packing.names]
     turns, dtype = packing.turns, np.dtype(dtype)
@@ -126,7 +126,7 @@ def _planned(reader: TensorReader, wanted: Needed, dtype: Any) -> tuple[np.ndarr
 def _regions(
     packing: convert.Packing, boxes: Collection[Box] | None
 ) -> Iterator[tuple[range, range]]:
-    """Where boxes lie among outputs, which make rows, and inputs, as `convert.runs` has them."""
+    """Yield boxes as ranges of rows (outputs) and columns (inputs), as in `convert.runs`."""
     for box in [tuple(map(range, packing.shape))] if boxes is None else boxes:
         shape, outputs, columns = packing.shape, box, range(1)
         if packing.turns:
@@ -135,7 +135,7 @@ def _regions(
 
 
 def _spans(shape: convert.Shape, box: Box) -> Iterator[range]:
-    """The numbers of a box by their places in the whole array, in runs side by side."""
+    """Yield the flat indices of a box in the whole array, as contiguous ranges."""
     sizes = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     cut = max((axis for axis, size in enumerate(shape) if len(box[axis]) < size), default=0)
     for lead in itertools.product(*box[:cut]):
@@ -149,44 +149,44 @@ def _narrower(own: set[np.dtype], dtype: np.dtype) -> np.dtype:
 
 
 def _rows_at_once(row_bytes: int) -> int:
-    """How many rows make a piece: whole lines of a cache where there are many."""
+    """Number of rows per piece: whole cache lines if a piece has 64 rows or more."""
     rows = max(PIECE_BYTES // row_bytes, 1)
     return rows if rows < 64 else rows // 64 * 64
 
 
 def _paged(shape: convert.Shape, dtype: np.dtype) -> np.ndarray:
-    """A new array that starts with a page."""
+    """A new array that starts at a page boundary."""
     size = math.prod(shape) * dtype.itemsize
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, dtype).reshape(shape)
 
 
 def _fill(piece: _Piece) -> bool:
-    """Fills a part of the array, and says whether it holds what it may not."""
+    """Fill a part of the array; returns whether a number in it must be refused."""
     given_OI, out_OI = piece.given_OI, piece.out_OI
-    if given_OI.itemsize >= out_OI.itemsize:  # so that fewer bytes are turned
+    if given_OI.itemsize >= out_OI.itemsize:  # cast first, to transpose fewer bytes
         given_OI = casts.to_dtype(given_OI, out_OI.dtype)
     is_faulty = casts.is_faulty(piece.given_OI, given_OI, piece.finite)
     if piece.turned:
         given_OI = _turned(given_OI)
-    if given_OI.dtype == out_OI.dtype:  # numpy copies bfloat16 one by one unless it is integers
+    if given_OI.dtype == out_OI.dtype:  # numpy copies bfloat16 one by one, integers in bulk
         given_OI, out_OI = (array.view(f"u{array.itemsize}") for array in (given_OI, out_OI))
     np.copyto(out_OI, given_OI, casting="unsafe")
     return is_faulty
 
 
 def _turned(rows_OI: np.ndarray) -> np.ndarray:
-    """The same rows, with the numbers of a column side by side in memory."""
+    """The same rows, with the numbers of a column contiguous in memory."""
     cpu = _cpu()
     if cpu is None:
         return rows_OI
-    # Numpy turns 1 GB/s, the client's own copy of an array with strides 6.
+    # Numpy transposes 1 GB/s; the CPU client copies an array with strides at 6 GB/s.
     return np.asarray(jax.device_put(rows_OI.T, cpu)).T
 
 
 @functools.cache
 def _cpu() -> Any:
-    """This process's first CPU device; None where jax was told to use others alone."""
+    """This process's first CPU device; None if jax is restricted to other platforms."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:

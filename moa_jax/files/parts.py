@@ -1,12 +1,12 @@
-"""The identity of a model by samples of its tensors, and folders that hold only a part of it.
+"""The identity of a model by samples of its tensors, and folders that hold a part of a model.
 
 A client of split decoding reads a target's embedding, norm, head and perhaps its last layers. A
-folder with only these keeps a line on each tensor that it leaves out:
+folder with only these tensors keeps a line per tensor that is left out:
 
     parts.json    {"left_out": {tensor: {"dtype": "BF16", "shape": [...], "sha256": "..."}}}
 
 So the part has the same lines, and the same hash, as the whole model and as the same weights in
-other files. The sha256 of a small tensor is that of all its bytes; of a larger one, that of
+other files. The sha256 of a small tensor covers all its bytes. The sha256 of a larger tensor covers
 SAMPLES blocks of SAMPLE_BYTES, spread evenly from its first byte to its last.
 """
 
@@ -24,9 +24,9 @@ from moa_jax.files import folders
 from moa_jax.model.convert import Shape
 
 FILE = "parts.json"
-SAMPLES, SAMPLE_BYTES = 4, 4096  # of each tensor
+SAMPLES, SAMPLE_BYTES = 4, 4096  # per tensor
 _CONFIGS = ("config.json", "generation_config.json")
-# The folders of a client's pair, and what an earlier pair may have left in them beside weights.
+# The folders of a client's pair, and the files besides weights that an earlier pair may have left.
 PAIR = ("target", "draft")
 MARK = f"target/{FILE}"
 STALE = tuple(
@@ -35,17 +35,17 @@ STALE = tuple(
 
 
 class Line(NamedTuple):
-    """What two sides compare of a tensor."""
+    """The identity of a tensor, which server and client compare."""
 
-    dtype: str  # as safetensors calls it
+    dtype: str  # safetensors' name for it
     shape: Shape
     sha256: str  # of samples of its bytes
 
 
 def lines_of(folder: Path) -> dict[str, Line]:
-    """A line on every tensor of a model, whether the folder holds it or leaves it out.
+    """A line per tensor of a model, whether the folder holds the tensor or leaves it out.
 
-    Reads kilobytes of each tensor. Raises InputError for damaged files.
+    Reads kilobytes per tensor. Raises InputError for damaged files.
     """
     reader, found = folders.open_tensors(folder), left_out(folder)
     with contextlib.ExitStack() as stack:
@@ -62,9 +62,9 @@ def lines_of(folder: Path) -> dict[str, Line]:
 
 
 def model_hash(folder: Path) -> str:
-    """The sha256 of a model's config.json and its lines in order of their names.
+    """The sha256 of a model's config.json and its lines, in order of tensor names.
 
-    Server and client compare this value, so it must stay the same.
+    Server and client compare this value, so it must not change between versions.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for name, line in sorted(lines_of(folder).items()):
@@ -73,7 +73,7 @@ def model_hash(folder: Path) -> str:
 
 
 def left_out(folder: Path) -> dict[str, Line]:
-    """The tensors of a model that this folder lacks on purpose; none for a whole model.
+    """The tensors of a model that this folder omits on purpose; none for a whole model.
 
     Raises InputError for a damaged parts.json.
     """
@@ -93,7 +93,7 @@ def left_out(folder: Path) -> dict[str, Line]:
 
 
 def copy(source: Path, folder: Path, names: Collection[str]) -> None:
-    """Write a new folder with these tensors of a model as they are stored, and lines on the rest.
+    """Write a new folder with the named tensors of a model, and lines for all others.
 
     Configs and tokenizer files are copied byte by byte.
     """
@@ -108,7 +108,7 @@ def copy(source: Path, folder: Path, names: Collection[str]) -> None:
 
 
 def _samples(file: BinaryIO, start: int, end: int) -> str:
-    """sha256 of evenly spread blocks of a tensor, its first and last bytes included."""
+    """The sha256 of evenly spread blocks of a tensor, including its first and last bytes."""
     if end - start <= SAMPLES * SAMPLE_BYTES:
         file.seek(start)
         return hashlib.sha256(file.read(end - start)).hexdigest()

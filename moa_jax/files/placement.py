@@ -36,11 +36,11 @@ def read_params(
 ) -> Any:
     """Read, pack and place every array of a table; returns the parameter tree.
 
-    While one is placed, the next is read: the host holds two that are not placed. Of each it reads
-    and holds what its own devices get.
-    `weights` is the format of matrices, for a list of layers. Raises InputError for files that
-    have become shorter, for numbers that are infinite in `dtype` alone, for matrices that are not
-    finite and are to be quantised, and if all has to be `finite` for any numbers that are not.
+    The next array is read while one is placed, so the host holds at most two unplaced arrays. Each
+    process reads and holds only the parts of its own devices. `weights` is the quantised format of
+    matrices, for layers as a list. Raises InputError for truncated files, for finite numbers that
+    overflow in `dtype`, for non-finite matrices that are to be quantised, and with `finite` for
+    any number that is not finite.
     """
     leaves: dict[convert.Path, Matrix] = {}
     depth = 1 + max((convert.row_of(path) or 0 for path in table), default=0)
@@ -67,14 +67,14 @@ def read_params(
 
 
 class _Goal(NamedTuple):
-    """Where an array of a table goes."""
+    """The destination of an array of a table."""
 
     path: convert.Path
     packing: convert.Packing
-    row: int | None  # of a stack of layers
-    shape: convert.Shape  # of that stack, or of the array itself
-    where: NamedSharding | None  # the same
-    each: NamedSharding | None  # the array itself
+    row: int | None  # index in a stack of layers
+    shape: convert.Shape  # of the stack, or of the array itself
+    where: NamedSharding | None  # of the stack, or of the array itself
+    each: NamedSharding | None  # of the array itself
 
 
 def _goal(
@@ -94,7 +94,7 @@ def _goal(
 
 
 def _parts_here(shape: convert.Shape, sharding: NamedSharding | None) -> set[packed.Box] | None:
-    """What lies on devices of this process; None where it has all devices."""
+    """The boxes of an array on this process's devices; None if all devices are local."""
     if sharding is None or sharding.is_fully_addressable:
         return None
     parts = sharding.addressable_devices_indices_map(shape).values()
@@ -112,7 +112,7 @@ def write_params(
 ) -> None:
     """Write every array of a parameter tree under its stored names, a few at a time.
 
-    `constants` are integer or boolean tensors to be written beside them.
+    `constants` are integer or boolean tensors that are written in addition.
     """
     constants = constants or {}
     leaves = ((packing, convert.leaf_at(params, path)) for path, packing in table.items())
@@ -122,14 +122,14 @@ def write_params(
 
 
 def _whole(leaf: Any) -> np.ndarray:
-    """A matrix as it is stored, though it be cut for decoding; InputError for one of eight bits."""
+    """A matrix as stored, with panels joined; raises InputError for weights of eight bits."""
     if isinstance(leaf, Quantised):
         raise InputError("weights of eight bits cannot be saved: load them without `weights`")
     return np.asarray(leaf.whole() if isinstance(leaf, Panels) else leaf)
 
 
-# Bytes below which the host turns an array, whose program need not be compiled then. None stands
-# for 16 MiB where there is an accelerator, and for all where there is none.
+# Bytes below which the host transposes an array, which avoids compiling a program. None stands for
+# 16 MiB with an accelerator, and for no limit on CPU.
 TURNED_ON_HOST: int | None = None
 
 
@@ -141,7 +141,7 @@ def _is_turned_on_host(reader: folders.TensorReader, packing: convert.Packing) -
 
 
 def _place(array: np.ndarray, turn: bool, dtype: Any, sharding: NamedSharding | None) -> jax.Array:
-    """Put an array onto its devices, which may have to turn it, and wait until it is there."""
+    """Put an array onto its devices, transpose it there if `turn`, and wait for the result."""
     if not turn:
         return jax.block_until_ready(_put(array, sharding))
     last_first = sharding and NamedSharding(
@@ -158,7 +158,7 @@ def _put(array: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _turn(joined: jax.Array, dtype: np.dtype, sharding: NamedSharding | None) -> jax.Array:
-    """The last axis in front, cast last: what crosses to the device is the narrower of the two."""
+    """Move the last axis to the front, then cast: the transfer uses the narrower dtype."""
     turned = jnp.moveaxis(joined, -1, 0).astype(dtype)
     return turned if sharding is None else jax.lax.with_sharding_constraint(turned, sharding)
 
@@ -170,7 +170,7 @@ def _stored_as(
     sharding: NamedSharding | None,
     source: str,
 ) -> Matrix:
-    """A placed array in a format, once it is there: arrays of the file do not pile up."""
+    """A placed array in the format `weights`; waits for the result, so arrays do not pile up."""
     leaf = jax.block_until_ready(_quantised(path[-1:], placed, weights, sharding))
     if isinstance(leaf, Quantised) and not bool(jnp.isfinite(leaf.scale).all()):
         raise InputError(

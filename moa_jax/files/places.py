@@ -1,10 +1,10 @@
-"""Paths of files: in a file system, or in an object store by its URL.
+"""Paths of files: in a file system, or in an object store by URL.
 
     runs/moa               a pathlib.Path
     gs://bucket/runs/moa   an epath.Path, which has the same methods
 
 A store has no locks, no limit of space, no appending and no renaming of folders: code that needs
-one of these checks `is_stored`.
+any of these checks `is_stored`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import IO, Any
 
 from moa_jax.errors import InputError
 
-STORE = "gs"  # Google's; epath and Orbax are not tested on others
-PACKAGES = ("gcsfs", "google.cloud.storage")  # epath and Orbax need them
+STORE = "gs"  # Google Cloud Storage; other stores are untested
+PACKAGES = ("gcsfs", "google.cloud.storage")  # required by epath and Orbax
 
 
 def place(path: str | os.PathLike[str]) -> Path:
-    """A path as its file system or store wants it.
+    """A path as a `Path`, or as an `epath.Path` if it is a URL.
 
-    Raises InputError for a URL of another store, and where a package for it is missing.
+    Raises InputError for a URL of an unsupported store, and for a missing package.
     """
     scheme, is_url, _ = os.fspath(path).partition("://")
     if not is_url:
@@ -38,7 +38,7 @@ def place(path: str | os.PathLike[str]) -> Path:
     for package in PACKAGES:
         if not _is_installed(package):
             raise InputError(f"{path} needs the package {package}: pip install 'moa-jax[gcs]'")
-    from etils import epath  # it takes a while to be imported
+    from etils import epath  # slow to import
 
     return epath.Path(path)
 
@@ -46,13 +46,13 @@ def place(path: str | os.PathLike[str]) -> Path:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of a package that it is in
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """All files in a folder and its folders, in no order."""
-    if is_stored(folder):  # epath searches one level at a time
+    """All files in a folder and its subfolders, in no particular order."""
+    if is_stored(folder):  # epath lists one level at a time
         for path in folder.iterdir():
             yield from files_below(path) if path.is_dir() else [path]
     else:
@@ -60,7 +60,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def size_and_time(file: Path) -> tuple[int, float]:
-    """Bytes of a file, and when it was last written, in units of its own."""
+    """Size of a file in bytes, and its modification time in the file system's own unit."""
     status = file.stat()
     if is_stored(file):
         return status.length, status.mtime
@@ -68,9 +68,9 @@ def size_and_time(file: Path) -> tuple[int, float]:
 
 
 def lock(file: IO[Any], refusal: str) -> None:
-    """Locks an open file until it is closed; raises InputError(refusal) where another run has it.
+    """Lock an open file until it is closed; raises InputError(refusal) if another run holds it.
 
-    A file system without locks gets a line on stderr.
+    Prints a line on stderr if the file system has no locks.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,19 +81,19 @@ def lock(file: IO[Any], refusal: str) -> None:
 
 
 def lock_output(file: IO[Any], path: Path) -> None:
-    """Locks a file that one run writes; raises InputError where another run has it."""
+    """Lock a file that one run writes; raises InputError if another run holds the lock."""
     lock(file, f"{path}: another run writes it: wait for its end, or name another --output")
 
 
 def is_stored(path: Path) -> bool:
-    """Whether a place is in an object store."""
+    """Whether a path is in an object store."""
     return not isinstance(path, Path)
 
 
 def check_folder(path: Path) -> None:
-    """Raise InputError for a folder that could not be made or written, before work is done for it.
+    """Raise InputError for a folder that cannot be created or written, before any work is done.
 
-    A link is followed, but not a dangling one: it may lead to a disk that is not mounted.
+    Links are followed, but a dangling link is refused: it may lead to a disk that is not mounted.
     """
     check_links(path)
     found = next(each for each in (path, *path.absolute().parents) if each.exists())
@@ -106,7 +106,7 @@ def check_folder(path: Path) -> None:
 
 
 def check_file(flag: str, path: Path, what: str = "file") -> None:
-    """Raise InputError for a file that could not be written later; `flag` names it."""
+    """Raise InputError for a file that cannot be written later; `flag` is its command-line flag."""
     check_links(path)
     is_device = path.exists() and not path.is_file()
     folder = path if is_device else Path(os.path.realpath(path)).parent
@@ -115,7 +115,7 @@ def check_file(flag: str, path: Path, what: str = "file") -> None:
 
 
 def check_links(path: Path) -> None:
-    """Raise InputError where a part of a path is a dangling link."""
+    """Raise InputError if a part of a path is a dangling link."""
     for each in (path, *path.parents):
         if each.is_symlink() and not each.exists():
             raise InputError(
@@ -125,9 +125,9 @@ def check_links(path: Path) -> None:
 
 
 def user_cache() -> Path:
-    """The user's folder for what is made or fetched once: $XDG_CACHE_HOME/moa-jax or ~/.cache.
+    """The user's cache folder: $XDG_CACHE_HOME/moa-jax or ~/.cache/moa-jax.
 
-    Raises RuntimeError where there is no home.
+    Raises RuntimeError without a home directory.
     """
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     root = given if given.is_absolute() else Path.home() / ".cache"

@@ -1,12 +1,12 @@
-"""New files in the place of earlier ones of a model folder: others stay, and a kill is noticed.
+"""Replaces files of a model folder; other files stay, and an interrupted write is detected.
 
     OUTPUT/.moa-jax.8x2k/new/    files until all of them are written
     OUTPUT/.moa-jax.8x2k/old/    files that are replaced, until the new ones are in place
 
-What a killed writer leaves there is removed when a later one has written all.
+The next successful writer removes the files that a killed writer leaves in such a folder.
 
-A writer replaces files that it writes itself, and removes earlier weights of ours. It owns neither
-README.md nor .git, and no weights of another program.
+A writer replaces files with the names that it writes, and removes earlier weights of this library.
+README.md, .git and the weights of other programs stay as they are.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _SCRATCH = ".moa-jax."
 def check_replaceable(
     folder: Path, mark: str = "config.json", models: Iterable[str] = (".",)
 ) -> None:
-    """Raise InputError for a folder that `replacing` could not write, before work is done for it.
+    """Raise InputError for a folder that `replacing` could not write, before any work is done.
 
-    That is one that `places.check_folder` refuses, one with files but neither `mark` nor .git, and
-    one with weights of other writers, which would be read in place of the new ones.
+    Refused are folders that `places.check_folder` refuses, folders with files but neither `mark`
+    nor .git, and folders with weights of other programs, which would be read before the new ones.
     """
     check_folder(folder)
     if not folder.is_dir():
@@ -50,7 +50,7 @@ def check_replaceable(
 
 
 def _check_weights(folder: Path) -> None:
-    """Raise InputError for weights that are not ours to remove and would be read before ours."""
+    """Raise InputError for weights of other programs that would be read before the new ones."""
     for name in ("config.json", SINGLE):
         if (folder / name).is_dir():
             raise InputError(f"cannot write {folder / name}: it is a folder; choose another output")
@@ -76,12 +76,12 @@ def replacing(
     models: Iterable[str] = (".",),
     stale: Iterable[str] = (),
 ) -> Iterator[Path]:
-    """Yield an empty folder whose files come to `folder` if the block ends well, else vanish.
+    """Yield an empty folder whose files move to `folder` on success, and are removed on failure.
 
-    A new folder appears whole or not at all, the one behind a link if it is one. Of an existing
-    folder these files are replaced, and earlier weights of `models` and files named in `stale`
-    go; all else stays. Its config.json goes first and comes last, so that a folder whose writer
-    was killed is refused when it is read. Raises InputError as `check_replaceable`.
+    A new folder appears atomically; a link is followed. In an existing folder these files are
+    replaced, earlier weights of `models` and files named in `stale` are removed, and all others
+    stay. Its config.json is removed first and written last, so that reading fails after a killed
+    writer. Raises InputError as `check_replaceable`.
     """
     models = list(models)
     check_replaceable(folder, mark, models)
@@ -91,7 +91,7 @@ def replacing(
     fresh, old = Path(scratch, "new"), Path(scratch, "old")
     fresh.mkdir()
     try:
-        with _alone_in(Path(scratch)):  # for as long as this process lives
+        with _alone_in(Path(scratch)):  # released when this process exits
             yield fresh
             if folder.exists():
                 _exchange(folder, fresh, old, models, stale)
@@ -101,14 +101,14 @@ def replacing(
             _remove_left(folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-        with contextlib.suppress(OSError):  # files that could not be put back stay there
+        with contextlib.suppress(OSError):  # keeps files that could not be moved back
             Path(scratch).rmdir()
 
 
 def _exchange(
     folder: Path, fresh: Path, old: Path, models: Iterable[str], stale: Iterable[str]
 ) -> None:
-    """Move files of a folder to `old` and those of `fresh` in their place; all or none of them."""
+    """Move files of a folder to `old` and files of `fresh` into the folder: either all or none."""
     is_config = lambda name: name.name == "config.json"
     with _alone_in(folder):
         coming = [path.relative_to(fresh) for path in fresh.rglob("*") if path.is_file()]
@@ -123,25 +123,25 @@ def _exchange(
         try:
             for before, after in moves:
                 after.parent.mkdir(parents=True, exist_ok=True)
-                done.append((before, after))  # first: Ctrl-C may come between the two
+                done.append((before, after))  # before the rename: Ctrl-C may come in between
                 before.rename(after)
         except BaseException:
             for before, after in reversed(done):
                 if _is_file_or_link(after):
                     after.rename(before)
-            shutil.rmtree(old, ignore_errors=True)  # by now it has folders only
+            shutil.rmtree(old, ignore_errors=True)  # holds only folders now
             raise
 
 
 def _remove_left(folder: Path) -> None:
-    """Remove files of writers that were killed, since there are newer ones in their place."""
+    """Remove files of killed writers, since newer files are in place."""
     for scratch in folder.glob(f"{_SCRATCH}*"):
         with contextlib.suppress(OSError), _alone_in(scratch, fcntl.LOCK_NB):
             shutil.rmtree(scratch)
 
 
 def _weights_in(folder: Path) -> list[str]:
-    """The names of weights that an earlier write left: none that other programs made."""
+    """Names of weights that an earlier write left, without those of other programs."""
     if not _is_ours(folder / INDEX):
         return [SINGLE]
     files = read_json(folder / INDEX).get("weight_map", {}).values()
@@ -154,7 +154,7 @@ def _is_file_or_link(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path, how: int = 0) -> Iterator[None]:
-    """Hold a folder's lock, and wait for it; with LOCK_NB raise OSError where it is not free."""
+    """Hold a folder's lock, waiting until it is free; with LOCK_NB raise OSError instead."""
     number = os.open(folder, os.O_RDONLY)
     try:
         try:

@@ -3,8 +3,8 @@
     tokenizer.json          model.vocab, added_tokens
     tokenizer_config.json   added_tokens_decoder
 
-Two vocabularies are the same where no token has two ids and no id two tokens. A token that only one
-of them has does not count: embeddings are padded, and fine-tuning adds tokens. A file keeps the
+Two vocabularies are equal if no token has two ids and no id has two tokens. A token that only one
+vocabulary has does not count: embeddings are padded, and fine-tuning adds tokens. A file keeps the
 fingerprint of a vocabulary, which also matches a vocabulary with more tokens after its last id:
 
     49152:1f6a...    ids below 49,152, sha256 of their map
@@ -28,7 +28,7 @@ TokenIds = Mapping[str, int]
 
 
 class TokenDifference(NamedTuple):
-    """The first id at which two vocabularies differ; None where one has no token there."""
+    """The first id at which two vocabularies differ; None if a vocabulary has no token there."""
 
     token_id: int
     token: str | None
@@ -36,20 +36,20 @@ class TokenDifference(NamedTuple):
 
 
 class TokenizerTokens(NamedTuple):
-    """The ids of all tokens, and those tokens that text is searched for first."""
+    """The ids of all tokens, and the added tokens, which are matched before text is split."""
 
     ids: dict[str, int]
     added: frozenset[str]
 
 
 def read_token_ids(folder: Path) -> dict[str, int] | None:
-    """The ids of all tokens of a folder's tokenizer, as `read_tokens`."""
+    """The ids of all tokens of a folder's tokenizer, as `read_tokens` reads them."""
     found = read_tokens(folder)
     return None if found is None else found.ids
 
 
 def read_tokens(folder: Path) -> TokenizerTokens | None:
-    """The tokens of a folder's tokenizer; None without any in tokenizer.json.
+    """The tokens of a folder's tokenizer; None if tokenizer.json is missing or has no tokens.
 
     Raises InputError for a vocabulary that does not map tokens to ids.
     """
@@ -59,14 +59,14 @@ def read_tokens(folder: Path) -> TokenizerTokens | None:
     return _read(*files, *(size_and_time(file) if file.is_file() else None for file in files))
 
 
-@functools.lru_cache(maxsize=4)  # a start reads one for several checks, at 0.3 s for 128,000 tokens
+@functools.lru_cache(maxsize=4)  # several checks at startup read one; 0.3 s for 128,000 tokens
 def _read(path: Path, settings: Path, *versions: object) -> TokenizerTokens | None:
-    """The tokens of two files, read again once one of `versions` differs."""
+    """The tokens of two files; `versions` are part of the cache's key."""
     content = read_json(path)
     added = read_json(settings).get("added_tokens_decoder", {}) if settings.is_file() else {}
     try:
         vocab = (content.get("model") or {}).get("vocab") or {}
-        if not isinstance(vocab, dict):  # Unigram's has scores in the order of ids
+        if not isinstance(vocab, dict):  # Unigram: (token, score) in order of ids
             vocab = {token: index for index, (token, _) in enumerate(vocab)}
         own = {each["content"]: each["id"] for each in content.get("added_tokens") or ()}
         late = {each["content"]: int(index) for index, each in added.items()}
@@ -83,17 +83,17 @@ def _read(path: Path, settings: Path, *versions: object) -> TokenizerTokens | No
 
 
 def fingerprint(tokens: TokenIds) -> str:
-    """The text by which files name a vocabulary."""
+    """The string that identifies a vocabulary in files."""
     return f"{max(tokens.values(), default=-1) + 1}:{json_hash(tokens)}"
 
 
 def is_same(
     folder: Path, tokens: TokenIds | None, stated: str | None, file_sha256: str | None
 ) -> bool | None:
-    """Whether a file was made for the tokenizer of a folder, `tokens`; None where it is unknown.
+    """Whether a file was made for a folder's tokenizer, whose ids are `tokens`; None if unknown.
 
-    `stated` is the fingerprint that the file states. Files of earlier versions state `file_sha256`
-    of tokenizer.json instead: an equal hash is the same vocabulary, another hash is unknown.
+    `stated` is the fingerprint in the file. Files of earlier versions state `file_sha256` of
+    tokenizer.json instead: an equal hash means the same vocabulary, another hash means unknown.
     """
     if tokens is None:
         return None
@@ -107,14 +107,15 @@ def is_same(
 
 
 def find_beside(folder: Path, stated: str | None, file_sha256: str | None) -> dict[str, int] | None:
-    """The vocabulary that the files of a folder state, from a folder beside it; None without one.
+    """The vocabulary that the files of a folder state, from a folder beside it; None if not found.
 
-    Pairs are often written so, and the bundled pair is. The arguments are those of `is_same`.
+    Pairs are often stored side by side, as the bundled pair is. The arguments are those of
+    `is_same`.
     """
     for path in sorted(folder.resolve().parent.glob("*/tokenizer.json")):
         if stated is None and (file_sha256 is None or file_hash(path) != file_sha256):
             continue
-        with contextlib.suppress(InputError):  # a damaged file of some other model
+        with contextlib.suppress(InputError):  # a damaged file of another model
             tokens = read_token_ids(path.parent)
             if is_same(path.parent, tokens, stated, file_sha256):
                 return tokens
@@ -131,7 +132,7 @@ def notice_unknown(made_for: Path) -> None:
 
 
 def first_difference(tokens: TokenIds, others: TokenIds) -> TokenDifference | None:
-    """The first id that has two tokens, or whose token has two ids; None without one."""
+    """The first id with two tokens, or with a token that has two ids; None without a difference."""
     token_at, other_at = ({i: token for token, i in each.items()} for each in (tokens, others))
     renamed = (i for i, token in token_at.items() if other_at.get(i, token) != token)
     moved = (min(i, others[token]) for token, i in tokens.items() if others.get(token, i) != i)

@@ -1,10 +1,10 @@
-"""The tokens that end an answer by a tokenizer's files: eos, and what the chat template writes.
+"""The tokens that end an answer by a tokenizer's files: eos, and the chat template's end of a turn.
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nANSWER<|im_end|>\\n
                                                                 ^ the end of a turn
 
-The first special token that the chat template writes after an answer ends a turn. It often differs
-from the eos token, and config.json often states neither.
+The first special token that the chat template writes after an answer ends a turn. This token often
+differs from the eos token, and config.json often states neither.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from moa_jax.files.folders import read_json
 from moa_jax.files.token_ids import read_tokens
 
-QUESTION, ANSWER = "question0", "answer0"  # no template writes these words
+QUESTION, ANSWER = "question0", "answer0"  # strings that no template writes
 
 
 class TokenizerEnds(NamedTuple):
-    """Ids that the files of a tokenizer name; None for each that they do not name."""
+    """Special token ids from a tokenizer's files; None for ids that the files do not state."""
 
     eos_id: int | None = None
     turn_id: int | None = None  # follows an answer in the chat template
@@ -28,7 +28,7 @@ class TokenizerEnds(NamedTuple):
 
 
 def read_ends(folder: Path) -> TokenizerEnds:
-    """The ends that a folder's tokenizer files name; raises InputError for damaged files."""
+    """Special token ids of a folder's tokenizer; raises InputError for damaged files."""
     if (tokenizer := read_tokens(folder)) is None:
         return TokenizerEnds()
     ids = tokenizer.ids
@@ -42,24 +42,24 @@ def read_ends(folder: Path) -> TokenizerEnds:
 
 
 def _json_of(path: Path) -> dict[str, Any]:
-    """The values of a file that are not null."""
+    """The values of a JSON file that are not null; empty if the file does not exist."""
     found = read_json(path) if path.is_file() else {}
     return {key: value for key, value in found.items() if value is not None}
 
 
 def _content(token: Any) -> str | None:
-    """A special token's text; some files hold an object with its properties."""
+    """The text of a special token; some files hold an object with its properties."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None
 
 
 def _template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The default chat template, from the first place that transformers looks at."""
+    """The default chat template, from the first location in transformers' search order."""
     if (path := folder / "chat_template.jinja").is_file():
         return path.read_text(encoding="utf-8", errors="replace")
     found = settings.get("chat_template")
     found = found or _json_of(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, list):  # several, by their names
+    if isinstance(found, list):  # several named templates
         named = (each for each in found if isinstance(each, dict) and each.get("name") == "default")
         found = next(named, {}).get("template")
     return found if isinstance(found, str) else None
@@ -70,11 +70,11 @@ def _mark_after_answers(
 ) -> str | None:
     """The added or eos token that follows an answer.
 
-    None without a template, and for one that fails or writes none there.
+    None without a template, for a template that fails, and if no such token follows.
     """
     if template is None:
         return None
-    # transformers advises on stderr to install torch when it is imported without it.
+    # Without torch, transformers prints advice to install it on stderr.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -82,7 +82,7 @@ def _mark_after_answers(
     messages = [{"role": role, "content": text} for role, text in texts]
     try:
         rendered, _ = render_jinja_template([messages], chat_template=template, **named)
-    except Exception:  # a template is a program of its own; `data.chat.render` reports its errors
+    except Exception:  # templates may raise anything; `data.chat.render` reports their errors
         return None
     _, answer, after = rendered[0].rpartition(ANSWER)
     marks = [*added, named.get("eos_token")] if answer else []

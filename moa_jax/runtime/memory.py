@@ -60,5 +60,5 @@ def _cgroup_limits() -> list[int]:
             file = folder / limit.name
             if folder.is_relative_to(limit.parent) and file.is_file():
                 text = file.read_text().strip()
-                found += [int(text)] if text.isdecimal() else []  # or "max"
+                found += [int(text)] if text.isdecimal() else []  # otherwise "max"
     return found

@@ -4,9 +4,9 @@
                              process 0    heartbeats, values, failures and goodbyes, as JSON lines
     process 2 --- socket ---/
 
-If one process fails, all print its error and exit with its code. jax.distributed alone aborts the
-other processes or leaves them in a collective. A process that dies closes its socket; one whose
-machine is gone misses its heartbeats.
+If one process fails, all processes print its error and exit with its code. jax.distributed alone
+aborts the other processes or leaves them in a collective. A process that dies closes its socket; a
+process on a lost machine misses its heartbeats.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def on_first(function: Callable[[], T]) -> T:
     """Calls `function` on process 0 and returns its result, made of JSON's types, on all processes.
 
     All processes must call this at the same point. An InputError or OSError of process 0 is raised
-    on all of them; any other exception is a RuntimeError on the others.
+    on all processes; any other exception becomes a RuntimeError on the other processes.
     """
     if jax.process_count() == 1:
         return function()
@@ -83,7 +83,7 @@ _RAISED_BY_NAME = {each.__name__: each for each in (InputError, OSError, Runtime
 
 
 def _packed(error: Exception) -> dict[str, list[Any]]:
-    """An exception as the name and the arguments of one that the other processes raise."""
+    """The name and the arguments of the exception that the other processes raise."""
     if isinstance(error, InputError):
         return {"InputError": [str(error)]}
     if isinstance(error, OSError) and error.errno is not None:
@@ -117,7 +117,7 @@ def gathered(tree: Any) -> Any:
 def check_same(facts: Mapping[str, Any], key: str) -> None:
     """Raises InputError on a process whose facts differ from those of process 0.
 
-    All processes must call this once with each key. It starts no backend.
+    All processes must call this once per key. No backend is started.
     """
     if count() == 1:
         return
@@ -140,7 +140,7 @@ def kv_set(key: str, value: Any) -> None:
 
 
 def kv_get(key: str) -> Any:
-    """On the other processes: the value that process 0 has set; waits for it."""
+    """On the other processes: the value that process 0 has set; waits for the value."""
     return _group.value(key)
 
 
@@ -161,7 +161,7 @@ class Failure(NamedTuple):
 
 
 class ProcessGroup:
-    """This process's sockets to the others; ends this process if another one fails."""
+    """This process's sockets to the other processes; ends this process if another process fails."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class ProcessGroup:
         self.last_words: Callable[[str], None] = lambda line: None  # called before an exit
         self._say, self._peers = say, peers or {}
         self._sending, self._changed = threading.Lock(), threading.Condition()
-        # All under `_changed`.
+        # Guarded by `_changed`:
         self._failure: Failure | None = None
         self._values: dict[str, Any] = {}
         self._finished: set[int] = set()  # processes that said goodbye
@@ -204,11 +204,11 @@ class ProcessGroup:
                 threading.Event().wait()
 
     def say_goodbye(self) -> None:
-        """Tells the others that this process may exit from now on."""
+        """Sends a goodbye to every peer: this process may exit from now on."""
         self.send(goodbye=True)
 
     def finish(self) -> None:
-        """Waits until all processes have called this; each failure until then ends them all."""
+        """Waits until all processes have called this; a failure until then ends all processes."""
         if self.spec.process_id:
             self.say_goodbye()
         with self._changed:
@@ -224,7 +224,7 @@ class ProcessGroup:
                     send_line(peer, **message)
 
     def value(self, key: str) -> Any:
-        """A value of process 0; waits for it."""
+        """A value of process 0; waits for the value."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._values)
             return self._values[key]
@@ -310,7 +310,7 @@ def join(spec: ProcessSpec, timeout_s: int, say: Callable[[str], None]) -> Proce
 def ending_together(
     group: ProcessGroup, describe: Callable[[BaseException], tuple[str, int]]
 ) -> Iterator[None]:
-    """Ends every process of a group if one leaves this context by an exception.
+    """Ends all processes of a group if one process leaves this context by an exception.
 
     `describe` turns an exception into a line and an exit code. An exception of a single process
     propagates.

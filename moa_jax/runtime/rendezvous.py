@@ -47,8 +47,8 @@ SINGLE = ProcessSpec("", 1, 0)
 def connect(spec: ProcessSpec, timeout_s: float) -> dict[int, socket.socket]:
     """Sockets by process id: process 0 gets one to each other process, the others one to process 0.
 
-    Raises InputError, in every process that came, if one is missing after `timeout_s`, if two have
-    the same id, or if they disagree on the number of processes.
+    Raises InputError, in every connected process, if a process is missing after `timeout_s`, if two
+    have the same id, or if two disagree on the number of processes.
     """
     if spec.num_processes == 1:
         return {}
@@ -112,7 +112,7 @@ def _connect_to_first(spec: ProcessSpec, timeout_s: float) -> socket.socket:
 
 
 def _introduce(spec: ProcessSpec, timeout_s: float) -> tuple[socket.socket, str]:
-    """The socket to process 0 and the problem it reports once all have come, if any."""
+    """The socket to process 0, and the problem that process 0 reports after all have connected."""
     with contextlib.ExitStack() as stack:
         address = _host_port(spec.coordinator_address)
         first = stack.enter_context(socket.create_connection(address, GREETING_TIMEOUT_S))
@@ -131,7 +131,7 @@ def accept_all(
 ) -> Iterator[T]:
     """Yields `greet(socket)` for each caller until the timeout; logs callers that `greet` rejects.
 
-    Each caller has a thread of its own, so a silent one does not delay the others.
+    Each caller has its own thread, so a silent caller does not delay the others.
     """
     greeted: queue.SimpleQueue[T] = queue.SimpleQueue()
 

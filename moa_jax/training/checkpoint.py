@@ -1,14 +1,14 @@
 """Training checkpoints through Orbax: state and settings, never the target.
 
 RUN/lock                       held while a process works on RUN
-RUN/checkpoints/STEP/          complete or absent: Orbax renames it when all files are written
+RUN/checkpoints/STEP/          complete or absent: Orbax renames the folder after its last file
     files.json                 size and CRC-32 of every file: Orbax restores flipped bits silently
     meta/                      the settings of the run, and a fingerprint of its rows
     state/                     parameters, optimizer state, step
 RUN/checkpoints/STEP.damaged   renamed, never read
 
-RUN may be a URL of an object store, which has no locks; Orbax marks a complete checkpoint there
-by a file that it writes last.
+RUN may be a URL of an object store. A store has no locks, and Orbax marks a complete checkpoint in
+a store by a file that is written last.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from moa_jax.training.update import Params, TrainState
 
 Config = PretrainConfig | DistillConfig
 FILES = "files.json"
-COMMITTED = "commit_success.txt"  # Orbax writes it last
+COMMITTED = "commit_success.txt"  # written last by Orbax
 CHUNK = 1 << 20  # bytes per read
 DISK_FAULTS = [
     os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 ]
-# TensorStore's words for missing or corrupt content, in checkpoints without a file list.
+# TensorStore's errors for missing or corrupt content, in checkpoints without a file list.
 CORRUPT = ("DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION: Error reading")
-OVERHEAD = 1 << 20  # bytes of a checkpoint beside its arrays
+OVERHEAD = 1 << 20  # bytes of a checkpoint besides its arrays
 
 
 class Checkpoints:
     """The checkpoints of one run directory, locked for this run.
 
     All processes of a run make the same calls: each writes its shards, and process 0 the rest.
-    Raises InputError where another run holds the lock. `data` maps names to hashes of the rows.
+    Raises InputError if another run holds the lock. `data` maps names to hashes of the rows.
     """
 
     def __init__(self, config: Config, data: Mapping[str, Any] | None = None) -> None:
@@ -88,11 +88,11 @@ class Checkpoints:
             self._manager.close()
 
     def restore(self, abstract: TrainState) -> TrainState | None:
-        """The newest intact state, with shapes and shardings of `abstract`; None without one.
+        """The newest intact state, with shapes and shardings of `abstract`; None if none is saved.
 
-        Renames newer checkpoints whose files are damaged, with one line on stderr each. Raises
-        InputError for other settings or rows, and when all checkpoints are damaged; raises any
-        other error of reading as it is. Neither renames anything.
+        Renames newer damaged checkpoints, with one line on stderr each. Raises InputError for
+        different settings or rows, and if all checkpoints are damaged. Other errors of reading
+        propagate. An error renames nothing.
         """
         damaged: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -120,8 +120,8 @@ class Checkpoints:
     def save(self, state: TrainState) -> None:
         """Saves in the background; skips a step that is already saved.
 
-        Copies the arrays first, so they may be donated. Raises InputError when the disk is full,
-        also for the save before.
+        Copies the arrays first, so they may be donated. Raises InputError if the disk is full, also
+        for the previous save.
         """
         step = int(state.step)
         self.wait()
@@ -137,7 +137,7 @@ class Checkpoints:
             self._manager.save(step, args=items, force=True)
 
     def rate(self, step: int, tau: float) -> None:
-        """Records the tau of a step: the checkpoint with the highest is kept."""
+        """Records the tau of a step; the checkpoint with the highest tau is kept."""
         self._taus[step] = tau
 
     def check(self) -> None:
@@ -146,7 +146,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the running save; raises InputError if it fails."""
+        """Waits for the running save; raises InputError if the save fails."""
         with self._disk_faults_in_one_line():
             self._manager.wait_until_finished()
         self._writing = None
@@ -177,7 +177,7 @@ class Checkpoints:
             raise self._not_written(f"the disk has no room for {needed / 1e6:.0f} MB")
 
     def _write_file_list(self) -> None:
-        """Runs when all files are written, before Orbax renames the folder."""
+        """Writes files.json after all other files, before Orbax renames the folder."""
         if is_first():
             unfinished = self._folder.glob(f"{self._writing}.orbax-checkpoint-tmp*")
             folder = next(iter(unfinished), self._folder / str(self._writing))
@@ -206,9 +206,10 @@ class Checkpoints:
 
 
 def check_directory(config: Config) -> None:
-    """Raises InputError for a directory that is in use or another run's, before a run is loaded.
+    """Raises InputError for a run directory that is in use or belongs to another run.
 
-    All processes call it together. Does not hold the lock: `Checkpoints` checks again.
+    All processes must call this together, before a run is loaded. The lock is released again:
+    `Checkpoints` repeats the check.
     """
 
     def check() -> None:
@@ -225,20 +226,20 @@ def check_directory(config: Config) -> None:
 
 
 def steps_of(config: Config) -> list[int]:
-    """Steps of the complete checkpoints of a run, in order; the run may be training."""
+    """Steps of the complete checkpoints of a run, in order; the run may still be training."""
     return sorted(int(path.name) for path in _complete(_folder_of(config)))
 
 
 def newest_of(checkpoints: Path) -> Path | None:
-    """The newest complete checkpoint in a folder of checkpoints, None without one."""
+    """The newest complete checkpoint in a folder of checkpoints; None without one."""
     return max(_complete(checkpoints), key=lambda path: int(path.name), default=None)
 
 
 def read_state(config: Config, step: int, abstract: TrainState) -> TrainState:
-    """The state of one step of a run, which may be training: takes no lock, changes nothing.
+    """The state of one step of a run, which may be training; takes no lock and changes nothing.
 
     `abstract` gives shapes, dtypes and shardings. Raises InputError for a checkpoint that is
-    missing, damaged or of a run with other settings.
+    missing, damaged or from a run with other settings.
     """
     folder = _intact(_folder_of(config) / str(step))
     _check_same_run(folder, config)
@@ -284,7 +285,7 @@ def _complete(checkpoints: Path) -> list[Path]:
 
 
 def _intact(folder: Path) -> Path:
-    """The folder; raises InputError for a checkpoint that is missing or damaged."""
+    """The folder of an intact checkpoint; raises InputError if it is missing or damaged."""
     steps = sorted(int(path.name) for path in _complete(folder.parent)) or "none"
     if not folder.is_dir():
         raise InputError(f"{folder}: no such checkpoint: there are {steps}")
@@ -294,7 +295,7 @@ def _intact(folder: Path) -> Path:
 
 
 def _check_same_run(folder: Path, config: Config, data: Mapping[str, Any] | None = None) -> None:
-    """Raises InputError for a checkpoint of other settings or rows; older ones state no rows."""
+    """Raises InputError for a checkpoint of other settings or rows; old ones do not state rows."""
     meta = _meta(folder)
     if meta and (found := changes(meta["config"], config)):
         raise InputError(
@@ -310,7 +311,7 @@ def _check_same_run(folder: Path, config: Config, data: Mapping[str, Any] | None
 
 
 def _meta(folder: Path) -> dict[str, Any]:
-    """`config` and maybe `data`; empty where the file is missing or corrupt."""
+    """`config` and possibly `data`; empty if the file is missing or corrupt."""
     try:
         found = json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -322,7 +323,7 @@ def _fault(folder: Path) -> str:
     """The first file that is missing, unreadable or corrupt; "" for an intact checkpoint."""
     name = FILES
     try:
-        if (folder / FILES).exists():  # else a version before the list
+        if (folder / FILES).exists():  # earlier versions wrote no list
             for name, before in json.loads((folder / FILES).read_text(encoding="utf-8")).items():
                 if (found := _size_and_crc(folder / name)) != tuple(before):
                     cut = f"has {found[0]} of {before[0]} bytes"
@@ -332,14 +333,14 @@ def _fault(folder: Path) -> str:
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
-        if error.errno != errno.EIO:  # such as a network or permissions
+        if error.errno != errno.EIO:  # such as network and permission errors
             raise
         return f"{name}: {error.strerror}"
     return "" if _meta(folder) else "meta: missing or corrupt"
 
 
 def _corruption(folder: Path, error: Exception) -> str:
-    """TensorStore's words for corrupt content, where no file list vouches for it.
+    """TensorStore's error for corrupt content, in a checkpoint without a file list.
 
     Raises any other error: a network, memory, sharding or version error is not damage.
     """
@@ -365,7 +366,7 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 class _NewestAndBest:
-    """Orbax's PreservationPolicy: the newest few, and the one with the highest known tau."""
+    """Orbax's PreservationPolicy: keeps the newest checkpoints and the best checkpoint by tau."""
 
     def __init__(self, newest: int, taus: dict[int, float]) -> None:
         self._newest, self._taus = newest, taus
@@ -379,7 +380,7 @@ class _NewestAndBest:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Holds the directory's lock; a store or file system without locks gets a line on stderr."""
+    """Holds the directory's lock; prints a line on stderr for a store or disk without locks."""
     directory.mkdir(parents=True, exist_ok=True)
     if is_stored(directory):
         print(f"{directory}: a store has no locks: start one run only", file=sys.stderr)
@@ -401,7 +402,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 @functools.cache  # once per process
 def _hide_failed_writes() -> None:
-    """Drops the tracebacks of Orbax's threads about a full disk: `wait` raises that in one line."""
+    """Drops tracebacks of Orbax's threads about a full disk; `wait` raises a one-line error."""
 
     def is_other(record: logging.LogRecord) -> bool:
         text = f"{record.getMessage()} {record.exc_info}"
@@ -409,5 +410,5 @@ def _hide_failed_writes() -> None:
 
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(is_other)
-    hook = sys.unraisablehook  # gets the writes that end after the one that failed
+    hook = sys.unraisablehook  # receives writes that end after the failed write
     sys.unraisablehook = lambda found: str(found.exc_value) == "Event loop is closed" or hook(found)

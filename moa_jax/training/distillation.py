@@ -1,4 +1,4 @@
-"""What distillation computes for any drafter: updates on a mesh, and how well it would draft."""
+"""Distillation of any drafter: updates on a mesh, and estimates of its drafting quality."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from moa_jax.training.update import Loss, Metrics, TrainState, abstract, init_st
 
 Array = jax.Array
 
-COPIED_SHARE = 0.25  # of a device's memory that a copy of the target may take
-EVALUATION_CHUNK = 256  # tokens of each row whose logits are held at a time
+COPIED_SHARE = 0.25  # largest fraction of a device's memory for a copy of the target
+EVALUATION_CHUNK = 256  # tokens per row whose logits are held at a time
 Probe = Callable[[Any, Any, Batch], dict[str, Array]]
 Keep = Callable[[Any, Batch], Parts]  # (target params, batch) -> arrays (B, ...)
 
 
 def tap(cfg: TargetConfig, drafter: Drafter, params: Any, batch: Batch, dtype: Any) -> Tapped:
-    """One pass of the frozen target over whole conversations, kept apart by their segments."""
+    """One pass of the frozen target over whole conversations, masked by their segments."""
     context = llama.Context(batch.position_BT, masks.causal(batch.segment_BT))
     found = llama.forward(cfg, params, batch.tokens_BT, context, drafter.taps.streams, dtype)
     tapped = Tapped(llama.stack_rows(found.rows), found.tapped, found.hidden_BTD)
@@ -38,7 +38,7 @@ def tap(cfg: TargetConfig, drafter: Drafter, params: Any, batch: Batch, dtype: A
 
 
 def make_keep(cfg: TargetConfig, taps: Taps, dtype: Any) -> Keep:
-    """What a cache keeps of the pass of `tap`, for drafters that read `taps`."""
+    """Make a function that computes the parts of a target cache, for drafters that read `taps`."""
 
     def keep(frozen: Any, batch: Batch) -> Parts:
         batch = jax.tree.map(lambda x: sharding.constrain(x, "rows"), batch)
@@ -56,10 +56,10 @@ def make_keep(cfg: TargetConfig, taps: Taps, dtype: Any) -> Keep:
 def make_loss(
     cfg: TargetConfig, drafter: Drafter, dtype: Any, rules: sharding.AxisRules = sharding.TRAIN
 ) -> Loss:
-    """The drafter's own loss behind a target pass; `frozen` is the target's parameters.
+    """Make the drafter's loss after a target pass; `frozen` is the target's parameters.
 
-    A batch that brings the activations of that pass is trained on without it. On a mesh the drafter
-    is laid out by `rules`.
+    A `TappedBatch` holds the activations of that pass, so the pass is skipped. On a mesh the
+    drafter is sharded by `rules`.
     """
 
     def loss(
@@ -79,7 +79,7 @@ def make_loss(
 
 
 def _handed_over(batch: Batch, tapped: Tapped) -> tuple[Batch, Tapped]:
-    """What a drafter reads, its rows where the drafter's rules want them."""
+    """The batch and activations that a drafter reads, with rows sharded by the drafter's rules."""
     layers, rest = tapped.rows_LBKTE, tapped._replace(rows_LBKTE=None)
     layers = jax.tree.map(lambda x: sharding.constrain(x, "layers", "rows", "kv_heads"), layers)
     batch, rest = jax.tree.map(lambda x: sharding.constrain(x, "rows"), (batch, rest))
@@ -87,9 +87,9 @@ def _handed_over(batch: Batch, tapped: Tapped) -> tuple[Batch, Tapped]:
 
 
 def _head_gathered(shared: Shared) -> Shared:
-    """The head with its width whole on every device, and its vocabulary cut as ever.
+    """The head with its width replicated on every device, and its vocabulary sharded as before.
 
-    Else each chunk of the loss would gather it again, and each backward pass of a chunk.
+    Otherwise each chunk of the loss would gather the head again, in both passes.
     """
     if "lm_head" in shared:
         return shared | {"lm_head": sharding.constrain(shared["lm_head"], None, "vocab")}
@@ -97,10 +97,10 @@ def _head_gathered(shared: Shared) -> Shared:
 
 
 def _apart(parts: Parts, never: Array) -> Parts:
-    """`parts` as they are, behind a branch that is never taken.
+    """`parts` unchanged, passed through a branch that is never taken.
 
-    A compiler joins the reading of a micro-batch to what follows, which then rounds in another
-    way than behind the target's layers; over a branch it joins nothing.
+    A compiler fuses the read of a micro-batch with the operations after it, which then round
+    differently than after the target's layers; a branch prevents this fusion.
     """
     blank = lambda x: jax.tree.map(jnp.zeros_like, x)
     return jax.lax.cond(never, blank, lambda x: x, parts)
@@ -113,12 +113,12 @@ def make_probe(
     horizon: int,
     rules: sharding.AxisRules = sharding.TRAIN,
 ) -> Probe:
-    """Sums over one batch, with every (horizon + 1)-th token of an answer known.
+    """Make a probe: sums over one batch, with every (horizon + 1)-th token of an answer known.
 
-    So each answer token is 0 to `horizon` steps after the last known one, as in rounds that
-    all accept `horizon` drafts. Known tokens are not asked: decoding never drafts after one,
-    but after the root, one step further. Returns sums of cross-entropy and entropy with their token
-    count, and hits and counts by distance; `summarise` turns sums into figures.
+    So each answer token is 0 to `horizon` steps after the last known token, as in rounds that
+    all accept `horizon` drafts. Predictions at known tokens are not counted: decoding drafts after
+    the root, one step further. The probe returns sums of cross-entropy and entropy with their
+    token count, and hits and counts by distance; `summarise` turns sums into metrics.
     """
 
     def probe(params: Any, frozen: Any, batch: Batch) -> dict[str, Array]:
@@ -139,7 +139,7 @@ def make_probe(
             target_BTD, feature_BTD, distance_BT, asked_BT = piece
             target_BTV = llama.unembed(frozen, target_BTD)
             draft_BTU = drafter.head(params, shared, feature_BTD)
-            # A drafter's own vocabulary is all that it can guess, and all that it is compared on.
+            # Guesses and entropies are limited to the draft vocabulary, the target's argmax is not.
             ids_U = None if drafter.draft_ids is None else jnp.array(drafter.draft_ids)
             target_BTU = target_BTV if ids_U is None else target_BTV[..., ids_U]
             guess_BT = jnp.argmax(draft_BTU, axis=-1)
@@ -178,19 +178,19 @@ def summarise(sums: dict[str, Array]) -> dict[str, Any]:
 
 
 class TrainStep(NamedTuple):
-    """One training step as pure functions, and where every array of it lives."""
+    """One training step as pure functions, with the shardings of all its arrays."""
 
     init: Callable[[Array], TrainState]
     update: Callable[[TrainState, Any, Batch], tuple[TrainState, Metrics]]
     probe: Probe
     state_sharding: TrainState  # trees of NamedSharding
     frozen_sharding: Any
-    frozen_at: sharding.ShardingOf  # the same, to load the target's weights there
+    frozen_at: sharding.ShardingOf  # the same as a function, for loading the target
     rows_sharding: NamedSharding  # of every array of a batch
     target_place: Literal["copied", "cut"]  # over `fsdp`
 
     def abstract_state(self) -> TrainState:
-        """The state as shapes with shardings, for compilers and for reading checkpoints."""
+        """The state as shapes with shardings, for compilation and for reading checkpoints."""
         shapes = jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
         return abstract(shapes, self.state_sharding)
 
@@ -198,12 +198,12 @@ class TrainStep(NamedTuple):
 def make_train_step(
     config: DistillConfig, target_cfg: TargetConfig, mesh: Mesh, memory: int | None = None
 ) -> TrainStep:
-    """What `config` asks for, on `mesh`; one device is a mesh too.
+    """The training step of `config` on `mesh`; one device is also a mesh.
 
-    What is trained is cut by `sharding.TRAIN` or `sharding.DRAFTER`, and the frozen target by the
-    first or by `sharding.COPIED`, as `config.mesh.target` says; `memory` is that of a device in
-    bytes, None for its own word.
-    Raises InputError where the mesh does not divide the models or the batch.
+    The trained drafter is sharded by `sharding.TRAIN` or `sharding.DRAFTER`, and the frozen target
+    by `sharding.TRAIN` or `sharding.COPIED`, depending on `config.mesh.target`. `memory` is the
+    memory of a device in bytes, None for the limit that the device reports.
+    Raises InputError if the mesh does not divide the models or the batch.
     """
     kind = DRAFTERS[method_of(config.drafter)]
     drafter = kind.make(config.drafter, target_cfg, config)
@@ -246,10 +246,10 @@ def make_train_step(
 def _drafter_at(
     config: DistillConfig, drafter: Drafter, table: convert.Table, params: Any, mesh: Mesh
 ) -> tuple[sharding.AxisRules, Any]:
-    """The rules of the drafter and where its weights lie: the target's, or rows for each device.
+    """The axis rules of the drafter and the shardings of its weights: `TRAIN` or `DRAFTER`.
 
-    The latter where `tensor` cuts the target, and all devices divide the rows and the widths. Not
-    with a head of its own, which is large: its vocabulary is cut.
+    `DRAFTER` applies if `tensor` shards the target, and all devices divide the rows and the
+    widths. A drafter with its own head, which is large, keeps `TRAIN`: its vocabulary is sharded.
     """
     rows = config.data.rows_per_batch // config.optim.accumulate
     if mesh.shape["tensor"] > 1 and rows % mesh.size == 0 and not drafter.own_head:
@@ -260,7 +260,7 @@ def _drafter_at(
 
 
 def _is_copied(config: DistillConfig, frozen: Any, mesh: Mesh, memory: int | None) -> bool:
-    """Whether `fsdp` copies the target; by itself where a copy takes at most COPIED_SHARE."""
+    """Whether `fsdp` copies the target; "auto" copies if a copy takes at most COPIED_SHARE."""
     if config.mesh.target != "auto":
         return config.mesh.target == "copied"
     if memory is None:

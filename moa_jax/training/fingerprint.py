@@ -1,7 +1,7 @@
-"""What makes two runs the same run: the settings that decide its result.
+"""The settings that decide the result of a run, compared between runs.
 
-Bookkeeping and the way of computing are free: a run may be resumed with other values of these. A
-setting that a saved run lacks was added later, and counts as its default.
+Settings of bookkeeping and execution are free: a run may be resumed with other values of these. A
+setting that is missing from a saved run was added later, and counts as its default.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any
 from moa_jax.config import DistillConfig, PretrainConfig
 from moa_jax.drafters import method_of
 
-Settings = dict[str, Any]  # dotted names -> values as JSON gives them back
+Settings = dict[str, Any]  # dotted names -> values after a round trip through JSON
 
-# Each stands for all settings below it.
+# Each name stands for all settings below this name.
 FREE = (
     "output",
     "run",
     "mesh",
     "chunks",
-    "draft_vocabulary",  # decoding's
+    "draft_vocabulary",  # used in decoding only
     "data.cache",
     "data.workers",
     "data.bad_records",
 )
-DECISIVE = ("run.seed", "run.dtype")  # although they stand below a free one
-OF_A_HOST = ("data.cache", "data.workers")  # what processes of one run may set apart
+DECISIVE = ("run.seed", "run.dtype")  # although below a free name
+OF_A_HOST = ("data.cache", "data.workers")  # may differ between processes of one run
 FORMER = {"seed": "run.seed", "dtype": "run.dtype"}  # names in the files of old runs
-# Settings of earlier versions, with the value that has the meaning of every run of today.
+# Settings of earlier versions, with the value that all current runs have implicitly.
 REMOVED = {"feedback.noisy_target": False}
-KIND = "drafter.kind"  # of two kinds the settings may be alike; older files do not say it
+KIND = "drafter.kind"  # two kinds may have equal settings; missing from older files
 MOST_SHOWN = 6
 LONGEST_SHOWN = 80  # characters of one value: a draft vocabulary has thousands of ids
 
@@ -42,12 +42,12 @@ def fingerprint(config: PretrainConfig | DistillConfig) -> Settings:
 
 
 def common(config: PretrainConfig | DistillConfig) -> Settings:
-    """The settings that all processes of a run must share: free ones decide what they compile."""
+    """The settings that all processes of a run must share; free settings affect compilation."""
     return {name: value for name, value in _settings(config).items() if name not in OF_A_HOST}
 
 
 def changes(saved: dict[str, Any], config: PretrainConfig | DistillConfig) -> list[str]:
-    """One text for each decisive setting that differs, as `optim.b1: 0.9 -> 0.8`."""
+    """One string per decisive setting that differs, as `optim.b1: 0.9 -> 0.8`."""
     saved = {FORMER.get(name, name): value for name, value in _flat(saved).items()}
     saved = {name: value for name, value in saved.items() if REMOVED.get(name, ...) != value}
     unsaid = _defaults(config) | _kind_of(config)
@@ -61,7 +61,7 @@ def changes(saved: dict[str, Any], config: PretrainConfig | DistillConfig) -> li
 
 
 def listed(differences: list[str]) -> str:
-    """The first differences in one line, and how many more there are."""
+    """The first differences in one line, with the number of the others."""
     more = len(differences) - MOST_SHOWN
     rest = [f"{more} more"] if more > 0 else []
     return ", ".join(differences[:MOST_SHOWN] + rest)
@@ -86,7 +86,7 @@ def _flat(tree: dict[str, Any], above: str = "") -> Settings:
 
 
 def _defaults(config: Any, above: str = "") -> Settings:
-    """Every setting that has a default, with its default."""
+    """All settings that have a default, with their defaults."""
     found: Settings = {}
     for field in dataclasses.fields(config):
         value = field.default

@@ -1,10 +1,11 @@
-"""Floating-point operations of matrix products, counted in a traced program with loops in full.
+"""FLOPs of matrix products, counted in a traced program with all iterations of its loops.
 
-XLA's own cost analysis counts the body of a loop once, and a training step is loops of loops.
-A multiplication and its addition are two operations; what is not a matrix product is not counted.
+XLA's own cost analysis counts the body of a loop once, and a training step is nested loops. A
+multiplication and its addition are two operations; other operations than matrix products are not
+counted.
 
-What a program computes is one number and what training needs another: masked scores count in the
-first alone, and so does what is computed twice.
+The FLOPs of a program exceed the FLOPs that training needs: masked scores and recomputation count
+in the program only.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.model import attention
 from moa_jax.training.distillation import abstract_frozen, make_keep, make_loss
 
-PARTS = re.compile(rf"{attention.INTERVALS}(\d+)")  # of the keys that scores are made with
+PARTS = re.compile(rf"{attention.INTERVALS}(\d+)")  # parts of keys, in a scope's name
 Share = Callable[[int], float]
 
 
 def count(function: Callable[..., Any], *arguments: Any) -> float:
     """FLOPs of one call, from the shapes of its arguments, on all devices together.
 
-    What the backward pass computes again counts again. Of branches the dearest counts, a loop
-    that only ends by a condition counts once.
+    Recomputation in the backward pass counts. A conditional counts its most expensive branch; a
+    while loop counts one iteration.
     """
     return of_program(jax.make_jaxpr(function)(*arguments))
 
@@ -41,11 +42,11 @@ def count(function: Callable[..., Any], *arguments: Any) -> float:
 def model_flops_per_token(
     config: DistillConfig, target_cfg: TargetConfig, cached: bool = False
 ) -> float:
-    """FLOPs that training needs for one token of a row when nothing is computed twice.
+    """FLOPs that training needs per token of a row, without recomputation.
 
-    Target forward unless it is `cached`, drafter forward and backward, both heads. A token has a
-    score with itself and each before it, as if its row were one conversation; padding counts.
-    Measured by tracing one row, chunks off: a short one, as only scores depend on its length.
+    Target forward unless `cached`, drafter forward and backward, both heads. A token has a score
+    with itself and each token before it, as if its row were one conversation; padding counts.
+    Measured by tracing one short row without chunks, since only scores depend on a row's length.
     """
     T, short = config.data.row_length, min(config.data.row_length, attention.QUERY_CHUNK)
     plain = dataclasses.replace(config, chunks=ChunkConfig(0, 0))
@@ -57,7 +58,7 @@ def model_flops_per_token(
     batch = abstract_batch(1, short)
     if cached:
         keep = make_keep(target_cfg, drafter.taps, jnp.dtype(plain.run.dtype))
-        keep = attention.computed("einsum")(keep)  # one row is not cut over devices
+        keep = attention.computed("einsum")(keep)  # one row is not sharded over devices
         batch = TappedBatch(*batch, jax.eval_shape(keep, frozen, batch))
     gradient = attention.computed("einsum")(jax.grad(loss, has_aux=True))
     traced = jax.make_jaxpr(gradient)(params, frozen, batch, key, progress)
@@ -72,9 +73,9 @@ def abstract_batch(rows: int, length: int) -> Batch:
 
 
 def of_program(traced: jax.core.ClosedJaxpr, share: Share | None = None) -> float:
-    """The same of a traced program, without what compilers leave out since nothing needs it.
+    """FLOPs of a traced program, without dead code.
 
-    Of scores with keys of so many parts a `share` counts, all without one.
+    With `share`, attention scores over keys of n parts are weighted by `share(n)`.
     """
     found, _ = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
     return _of(found, share)
@@ -92,20 +93,20 @@ def _of_equation(equation: Any, share: Share | None) -> float:
         (contracted, _), _ = params["dimension_numbers"]
         shape = equation.invars[0].aval.shape
         return 2 * equation.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
-    if name == "pallas_call":  # its program is that of one of many blocks
+    if name == "pallas_call":  # its program is one of many blocks
         return params["cost_estimate"].flops
     inner = [_of(jaxpr, share) for jaxpr in programs_in(params)]
     if name == "cond":
         return max(inner)
     if name == "scan":
         return params["length"] * sum(inner)
-    if name == "shard_map":  # its program is that of one device
+    if name == "shard_map":  # its program is that of a single device
         return params["mesh"].size * sum(inner)
     return sum(inner)
 
 
 def programs_in(params: dict[str, Any]) -> Iterator[Any]:
-    """The programs among an equation's parameters, closed or open."""
+    """Yield the jaxprs among an equation's parameters, closed or open."""
     for value in params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
             if hasattr(each, "eqns"):

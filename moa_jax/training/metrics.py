@@ -1,7 +1,7 @@
-"""What a run writes down: JSON lines, TensorBoard beside them, and shares of a device's peak.
+"""Logs of a run: JSON lines, TensorBoard beside them, and the peak FLOP/s of devices.
 
-metrics.jsonl   what the run computed; on a CPU bit for bit the same, however often it was resumed
-speed.jsonl     how fast this machine computed it
+metrics.jsonl   results of the run; on a CPU bit for bit the same, with any number of resumes
+speed.jsonl     speed of this machine in the run
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from moa_jax.files.places import is_stored
 Record = dict[str, Any]
 Mirror = Callable[[Record], None]
 
-# Dense bfloat16 FLOP/s of one device, by the start of its kind; makers' data sheets.
+# Dense bfloat16 FLOP/s of one device, by the prefix of its kind; from vendors' data sheets.
 PEAK_FLOPS = {
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,  # v5e
-    "TPU v5": 459e12,  # v5p, also by this name:
+    "TPU v5": 459e12,  # v5p, also named:
     "TPU v5p": 459e12,
     "TPU v6 lite": 918e12,  # v6e
     "NVIDIA A100": 312e12,
@@ -45,17 +45,17 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a device; None for one that we do not know."""
+    """Dense bfloat16 FLOP/s of a device; None for an unknown device."""
     known = [kind for kind in PEAK_FLOPS if f"{device_kind} ".startswith((f"{kind} ", f"{kind}-"))]
     return PEAK_FLOPS[max(known, key=len)] if known else None
 
 
 class MetricsLog:
-    """Appends to a JSONL file; opened at step s, it drops what an earlier run wrote after s.
+    """Appends to a JSONL file; opened at step s, drops the records of an earlier run after s.
 
-    `kept` holds the records up to s. A run that begins anew (s below 0) puts an earlier log aside
-    as metrics.1.jsonl. An object store cannot append: there the whole file is written by `sync`
-    and `close`. Raises InputError where the disk takes no more.
+    `kept` holds the records up to s. A new run (s below 0) renames an earlier log, as
+    metrics.jsonl to metrics.1.jsonl. An object store cannot append, so `sync` and `close` write
+    the whole file. Raises InputError if a write fails, as on a full disk.
     """
 
     def __init__(self, path: Path, step: int, mirror: Mirror | None = None) -> None:
@@ -75,7 +75,7 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> Record:
-        """Writes one line and returns it as plain Python numbers, None for those not finite."""
+        """Writes one record and returns it with plain Python numbers, None for those not finite."""
         record = {"step": step, "kind": kind} | {k: _plain(v) for k, v in values.items()}
         with self._telling_faults():
             self._file.write(_line(record))
@@ -85,7 +85,7 @@ class MetricsLog:
         return record
 
     def sync(self) -> None:
-        """Puts what was written on the disk, where a power cut leaves it."""
+        """Flushes the records to disk, so that they survive a power cut."""
         with self._telling_faults():
             if isinstance(self._file, io.StringIO):
                 self._path.write_text(self._file.getvalue())
@@ -95,7 +95,7 @@ class MetricsLog:
     def close(self) -> None:
         if isinstance(self._file, io.StringIO):
             self.sync()
-        with contextlib.suppress(OSError):  # flushed or told before
+        with contextlib.suppress(OSError):  # flushed or reported before
             self._file.close()
 
     @contextlib.contextmanager
@@ -109,13 +109,13 @@ class MetricsLog:
 
 
 def _put_aside(path: Path) -> None:
-    """Rename the log of a run that is not gone on with: its checkpoints may have been removed."""
+    """Rename the log of a run that is not resumed; its checkpoints may have been removed."""
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
     path.rename(next(aside for aside in names if not aside.exists()))
 
 
 def read_records(path: Path) -> list[Record]:
-    """The lines of a log, up to the first that was cut short."""
+    """The records of a log, up to the first truncated line."""
     found: list[Record] = []
     text = path.read_bytes().decode("utf-8", "replace") if path.exists() else ""
     for line in text.split("\n")[:-1]:
@@ -127,7 +127,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def check_tensorboard() -> None:
-    """Raise InputError where the optional extra is missing."""
+    """Raise InputError if the optional extra `tensorboard` is not installed."""
     if importlib.util.find_spec("tensorboardX") is None:
         raise InputError(
             "run.tensorboard: tensorboardX is missing: pip install 'moa-jax[tensorboard]'"
@@ -136,9 +136,9 @@ def check_tensorboard() -> None:
 
 @contextlib.contextmanager
 def tensorboard(folder: Path, step: int) -> Iterator[Mirror]:
-    """Gives a function that adds a record's numbers to TensorBoard, as KIND/NAME or KIND/NAME/i.
+    """Yield a function that adds a record's numbers to TensorBoard, as KIND/NAME or KIND/NAME/i.
 
-    What an earlier run wrote after `step` is hidden.
+    Records of an earlier run after `step` are hidden.
     """
     from tensorboardX import SummaryWriter
 
@@ -169,7 +169,7 @@ def _plain(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """NaN and infinities as None, as JSON has no word for them."""
+    """None for NaN and infinities, which JSON does not have."""
     if isinstance(value, list):
         return [_finite(each) for each in value]
     return value if np.isfinite(value) else None

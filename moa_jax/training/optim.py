@@ -29,7 +29,7 @@ def schedule(cfg: OptimConfig) -> optax.Schedule:
 
 
 def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
-    """Clips by the global norm, then AdamW (epsilon 1e-8, outside the root)."""
+    """Clipping by the global norm, then AdamW (epsilon 1e-8, outside the square root)."""
     return optax.chain(
         optax.clip_by_global_norm(cfg.max_grad_norm),
         optax.adamw(schedule(cfg), cfg.b1, cfg.b2, eps=1e-8, weight_decay=cfg.weight_decay),

@@ -1,15 +1,15 @@
-"""What drafters read of a frozen target, kept on disk for every row of training data.
+"""Activations of a frozen target that drafters read, stored for every row of training data.
 
-    CACHE/cache.json       the target, rows and dtype that it was made with
-    CACHE/last             (T, D) of each row: what comes out of the last layer
-    CACHE/keys, values     (L, K, T, E) of each row: all layers, keys after RoPE
-    CACHE/stream-2         (T, D) of each row: what enters layer 2
-    CACHE/NAME.partial     of a build that is at work or was cut; never read
+    CACHE/cache.json       the target, rows and dtype of the cache
+    CACHE/last             (T, D) per row: the output of the last layer
+    CACHE/keys, values     (L, K, T, E) per row: all layers, keys after RoPE
+    CACHE/stream-2         (T, D) per row: the input of layer 2
+    CACHE/NAME.partial     an unfinished part of a running or interrupted build; never read
     CACHE/lock             held by the process that builds
 
-These are parts. A part has a record for each row, in order: the CRC-32 of its bytes, then the
-bytes, in the dtype of the run. It gets its name when its last record is on the disk, so a part of
-that name is whole. A drafter that reads more than is there has the rest added.
+These arrays are called parts. A part has one record per row, in order: the CRC-32 of the row's
+bytes, then the bytes, in the dtype of the run. A part gets its final name when its last record is
+on the disk, so a part with that name is complete. Parts that a later drafter needs are added.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from moa_jax.model.cache import KV
 Array = jax.Array
 Parts = dict[str, Any]  # by name, (B, ...) each
 
-FORMAT = 1  # raise it when parts are laid out in another way
+FORMAT = 1  # raise when the layout of parts changes
 MANIFEST = "cache.json"
 LOCK, PARTIAL = "lock", ".partial"
 LAST = "last"  # a part's name
@@ -51,7 +51,7 @@ ROWS_HASHED = 1024  # at a time
 
 
 def part_names(taps: Taps) -> list[str]:
-    """The parts that `taps` asks for, and always what comes out of the last layer."""
+    """Names of the parts that `taps` needs, always including the output of the last layer."""
     rows = ["keys", "values"] if taps.rows else []
     return [LAST, *rows, *(f"stream-{layer}" for layer in taps.streams)]
 
@@ -59,15 +59,15 @@ def part_names(taps: Taps) -> list[str]:
 def parts_of(taps: Taps, rows_LBKTE: KV, streams: Sequence[Array], last_BTD: Array) -> Parts:
     """The parts that `part_names` names, as arrays (B, ...).
 
-    The final norm is not kept but computed again: a compiler joins it to what follows, and so
-    rounds alike with and without a cache.
+    The final norm is not stored but recomputed: a compiler fuses the norm with the operations
+    after it, so training rounds equally with and without a cache.
     """
     rows = [jnp.moveaxis(x_LBKTE, 1, 0) for x_LBKTE in rows_LBKTE] if taps.rows else []
     return dict(zip(part_names(taps), [last_BTD, *rows, *streams], strict=True))
 
 
 def tapped_of(cfg: TargetConfig, taps: Taps, params: Any, parts: Parts) -> Tapped:
-    """The activations that `taps` asks for, of parts that may hold more."""
+    """The activations that `taps` needs, from parts that may hold more."""
     last_BTD, *rest = (parts[name] for name in part_names(taps))
     rows_LBKTE = None
     if taps.rows:
@@ -77,13 +77,13 @@ def tapped_of(cfg: TargetConfig, taps: Taps, params: Any, parts: Parts) -> Tappe
 
 
 def union(taps: Sequence[Taps]) -> Taps:
-    """What any of several drafters reads."""
+    """All activations that any of several drafters reads."""
     streams = sorted({layer for each in taps for layer in each.streams})
     return Taps(any(each.rows for each in taps), tuple(streams))
 
 
 def rows_hash(source: Batches | Mixture) -> str:
-    """The sha256 of all that the target sees of the rows, in order."""
+    """The sha256 of the rows' arrays that the target reads, in order."""
     digest = hashlib.sha256()
     for start in range(0, source.num_rows, ROWS_HASHED):
         stop = min(start + ROWS_HASHED, source.num_rows)
@@ -94,11 +94,11 @@ def rows_hash(source: Batches | Mixture) -> str:
 
 
 class TargetCache:
-    """The parts of a target's pass over all rows; `made_from` and `kinds` say which are wanted.
+    """The parts of a target's pass over all rows, as specified by `made_from` and `kinds`.
 
     `made_from` has `target` and `data` (hashes), `rows`, `row_length` and `dtype`; `kinds` has the
-    shape and dtype of each part of one row. Raises InputError for a folder that was made from
-    something else, that holds other files, and for a part of another size.
+    shape and dtype of each part of one row. Raises InputError for a folder with another
+    `made_from` or with other files, and for a part of another size.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class TargetCache:
         self._check()
 
     def missing(self) -> list[str]:
-        """The parts that are wanted and not there."""
+        """Names of the required parts that are not in the folder."""
         return [name for name in self._kinds if not (self.folder / name).exists()]
 
     def num_bytes(self, names: Sequence[str]) -> int:
-        """What these parts take on the disk."""
+        """Size of these parts on disk, in bytes."""
         return sum(self._rows * self._record_bytes(name) for name in names)
 
     def described(self) -> str:
-        """One line on what it holds and what is to be written."""
+        """One line on the contents of the cache and the bytes to be written."""
         names, lacking = list(self._kinds), self.missing()
         rest = f"{self.num_bytes(lacking) / GB:.3g} GB to write" if lacking else "all there"
         rows, length = self._rows, self._made_from["row_length"]
@@ -130,9 +130,9 @@ class TargetCache:
         )
 
     def check_room(self, most_gb: float) -> None:
-        """Raises InputError where it would be larger than that, or than the disk has room for."""
+        """Raises InputError if the cache would exceed `most_gb` or the free space of the disk."""
         lacking = self.num_bytes(self.missing())
-        cut = _size(self.folder.glob(f"*{PARTIAL}"))  # is written over
+        cut = _size(self.folder.glob(f"*{PARTIAL}"))  # is overwritten
         whole = _size(self.folder.glob("*")) - cut + lacking
         if whole > most_gb * GB:
             raise InputError(
@@ -148,10 +148,10 @@ class TargetCache:
             )
 
     def build(self, keep: Callable[[np.ndarray], Parts], at_once: int, watch: Any) -> None:
-        """Adds the parts that are missing; of several processes one does, and others wait.
+        """Adds the missing parts; of several processes, one builds and the others wait.
 
-        `keep` gives the parts of `at_once` rows from their numbers. A build that is cut begins
-        anew. Raises InputError for a folder that cannot be written.
+        `keep` computes the parts of `at_once` rows from their numbers. An interrupted build starts
+        over. Raises InputError for a folder that cannot be written.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ class TargetCache:
             ) from error
 
     def parts(self, names: Sequence[str], number_B: np.ndarray) -> Parts:
-        """These parts (B, ...) of the rows with these numbers; InputError for a damaged one."""
+        """These parts (B, ...) of the rows with these numbers; InputError for a damaged part."""
         return {name: self._read(name, number_B) for name in names}
 
     def _check(self) -> None:
@@ -210,7 +210,7 @@ class TargetCache:
                 for start in range(0, self._rows, at_once):
                     count = min(at_once, self._rows - start)
                     number_B = np.minimum(np.arange(start, start + at_once), self._rows - 1)
-                    found = keep(number_B)  # always as many rows: one program
+                    found = keep(number_B)  # a fixed number of rows: one program
                     for name, file in files.items():
                         file.writelines(_records(found[name][:count]))
                     bar.step(count)
@@ -253,7 +253,7 @@ def _records(array_BX: np.ndarray) -> Iterator[bytes]:
 
 
 def _size(paths: Iterable[Path]) -> int:
-    """Bytes of files, which another process may be renaming."""
+    """Total bytes of files, which another process may be renaming."""
     total = 0
     for path in paths:
         with contextlib.suppress(FileNotFoundError):

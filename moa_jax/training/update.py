@@ -1,7 +1,7 @@
-"""One optimiser update, for any loss: accumulate, average, clip, step. No files, no loops.
+"""One optimiser update for any loss: accumulate, average, clip, step. No files, no loops.
 
-An update whose loss or gradient is not finite changes nothing but the step count. The caller
-decides what follows.
+An update with a loss or gradient that is not finite changes only the step count. The caller decides
+how to proceed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Array = jax.Array
 Params = Any
 Metrics = dict[str, Array]
 
-# (params, frozen, batch, key, progress) -> (loss, metrics). `frozen` is what training only
-# reads, as the target's weights; `progress` goes from 0 to 1 over the run.
+# (params, frozen, batch, key, progress) -> (loss, metrics). `frozen` is read-only in training, as
+# the target's weights; `progress` goes from 0 to 1 over the run.
 Loss = Callable[[Params, Any, Batch, Array, Array], tuple[Array, Metrics]]
 
 
 class TrainState(NamedTuple):
-    """All that a checkpoint holds: data order and random draws are functions of `step`."""
+    """The contents of a checkpoint; data order and random draws are functions of `step`."""
 
     step: Array  # int32 (), updates done
     params: Params  # float32 master weights
@@ -34,7 +34,7 @@ class TrainState(NamedTuple):
 
 
 def abstract(tree: Any, sharding: Any) -> Any:
-    """A tree's shapes and dtypes with where they live: one sharding, or a tree of them."""
+    """A tree's shapes and dtypes with shardings: one sharding for all leaves, or a tree of them."""
     if isinstance(sharding, jax.sharding.Sharding):
         where = sharding
         sharding = jax.tree.map(lambda _: where, tree)
@@ -50,13 +50,14 @@ def init_state(params: Params, tx: optax.GradientTransformation) -> TrainState:
 def make_update(
     loss: Loss, tx: optax.GradientTransformation, seed: int, total_steps: int, accumulate: int = 1
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, Metrics]]:
-    """A pure `update(state, frozen, batch) -> (state, metrics)`.
+    """Make a pure `update(state, frozen, batch) -> (state, metrics)`.
 
-    The rows of a batch are split into `accumulate` micro-batches of neighbouring rows. Each has
-    draws and a mean over answer tokens of its own, and the means are averaged, as the authors do.
-    So another number of micro-batches changes more than roundings. Besides the
-    loss's own metrics it returns `loss`, `grad_norm` before clipping, `tokens` of the batch
-    (int32, without padding) and `finite`: whether parameters and optimiser state were updated.
+    The rows of a batch are split into `accumulate` micro-batches of neighbouring rows. Each
+    micro-batch has its own random draws and its own mean over answer tokens, and the means are
+    averaged, as in the authors' code. So a different `accumulate` changes more than rounding.
+    Besides the loss's own metrics, `update` returns `loss`, `grad_norm` before clipping, `tokens`
+    of the batch (int32, without padding) and `finite`: whether parameters and optimiser state were
+    updated.
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
 
@@ -72,7 +73,7 @@ def make_update(
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         found = (optax.apply_updates(state.params, updates), opt_state)
-        # Decided on the device, which then never waits; the compiler fuses it with the update.
+        # Selected on the device, without a host sync; the compiler fuses this with the update.
         kept = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), found, (state.params, state.opt_state)
         )
@@ -84,7 +85,7 @@ def make_update(
 
 
 def _mean_over_parts(function: Callable[[Array, Batch], Any], batch: Batch, parts: int) -> Any:
-    """The mean of `function(index, part)` over runs of neighbouring rows, one at a time."""
+    """The mean of `function(index, part)` over micro-batches of neighbouring rows, in sequence."""
     if parts == 1:
         return function(jnp.int32(0), batch)
     split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
