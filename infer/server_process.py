@@ -99,7 +99,7 @@ class Child:
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
     """Raises SystemExit on SIGTERM within the block, so that child processes end too."""
-    if threading.current_thread() is not threading.main_thread():  # without signals
+    if threading.current_thread() is not threading.main_thread():  # signals need the main thread
         yield
         return
 
