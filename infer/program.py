@@ -190,7 +190,7 @@ def _code_of(main: Main, arguments: list[str] | None) -> object:
 
 
 def refusal_of(error: BaseException, arguments: list[str] | None = None) -> str | None:
-    """The one-line message for bad input and for errors of the system or jax; None for a bug.
+    """A one-line message for bad input and for errors of the system or jax; None for a bug.
 
     `arguments` is the command line, by default that of the process.
     """

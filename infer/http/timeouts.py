@@ -2,8 +2,8 @@
 
 uvicorn's `timeout_keep_alive` covers idle connections between two requests, and a middleware runs
 only after all headers have arrived. So a connection that sends nothing, or one byte at a time,
-would stay open forever. `TimedHttp` uses attributes of H11Protocol that uvicorn does not document, so
-pyproject.toml bounds uvicorn to the minor versions that are tested.
+would stay open forever. `TimedHttp` uses attributes of H11Protocol that uvicorn does not document,
+so pyproject.toml bounds uvicorn to the minor versions that are tested.
 """
 
 from __future__ import annotations
