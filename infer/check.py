@@ -73,7 +73,7 @@ EXACT = "float32"  # in other dtypes, one-token and multi-token passes round dif
 
 
 class DecodedPrompt(NamedTuple):
-    """A prompt, its greedy answer, and the first difference of each drafted answer."""
+    """A prompt, its greedy answer, and the first difference per kind of draft."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -184,7 +184,7 @@ def _is_golden(args: argparse.Namespace) -> bool:
 def _answers(
     args: argparse.Namespace, target: Target, drafter: LoadedDrafter, known: Golden | None
 ) -> list[DecodedPrompt]:
-    """Decodes each prompt without drafts and with drafts of each kind; compares the answers.
+    """Decodes each prompt without drafts and with every kind of draft; compares the answers.
 
     With a golden file, `token_ids` are the file's answers. Raises InputError like `Session`.
     """

@@ -275,7 +275,7 @@ class Progress:
         """Count units of work as done."""
 
     def note(self, figures: Mapping[str, object]) -> None:
-        """Show figures, such as a loss, beside the count."""
+        """Show figures, such as a loss, next to the count."""
 
     def line(self, text: str) -> None:
         """Print a separate line without disturbing the bar."""

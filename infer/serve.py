@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
             engine, target = _load(args, group)
             server = _server_of(args, engine, target, keys, log)
             processes.last_words = functools.partial(_abandon, engine, server)
-            log("compile")  # this may take a minute
+            log("compile")  # compilation may take a minute
             engine.prepare()
             engine.start()
             try:

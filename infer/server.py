@@ -181,7 +181,7 @@ def _load(
     )
     first = slots.passes(args.warm or (USUAL,), args.warm_sampled, short=bool(args.warm))
     later = [] if args.warm else [size for size in slots.passes(sampled=True) if size not in first]
-    log("compile", programs=len(first), later=len(later))  # this may take a minute
+    log("compile", programs=len(first), later=len(later))  # compilation may take a minute
     for size in first:
         slots.compile(size)
     text_of = None

@@ -135,7 +135,7 @@ def _detected(timeout_s: int) -> ProcessSpec:
 
 
 def _keep_stdout() -> None:
-    """Redirects descriptor 1 to stderr, since gloo prints its ranks; sys.stdout is kept."""
+    """Redirects descriptor 1 to stderr, since gloo prints its ranks, but not sys.stdout."""
     if sys.stdout is None:  # closed by the caller
         return
     sys.stdout.flush()

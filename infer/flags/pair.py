@@ -82,7 +82,7 @@ def add_model_flags(parser: Parser, several: bool = False) -> Any:
 
 
 def add_pair_flag(parser: Parser, group: Any) -> None:
-    """Add --pair, which sets --target, and --draft where the pair has a drafter of its own."""
+    """Add --pair, which sets --target, and also --draft if the pair has a drafter."""
     group.add_argument(
         "--pair",
         choices=PAIRS,

@@ -66,7 +66,7 @@ def check_address(args: argparse.Namespace, secret: str, has_secret: bool) -> No
 
 
 def bind(host: str, port: int, ready_file: str | None = None) -> socket.socket:
-    """Binds a socket that does not listen yet; raises InputError if the system refuses.
+    """Binds a socket that does not listen yet; raises InputError if the system rejects the address.
 
     Removes the ready file of an earlier server, which would announce this server too early.
     """
@@ -94,7 +94,7 @@ def bind(host: str, port: int, ready_file: str | None = None) -> socket.socket:
 
 
 def unusable(host: str, port: int, error: OSError) -> InputError:
-    """The error for an address that the system refuses."""
+    """The error for an address that the system rejects."""
     if error.errno == errno.EADDRINUSE:
         return InputError(f"port {port} of {host} is in use: choose another --port, or 0 for any")
     return InputError(f"port {port} of {host}: {error.strerror}: choose another --host or --port")

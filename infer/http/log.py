@@ -79,7 +79,7 @@ def place_of(error: BaseException) -> str:
 class WarningHandler(logging.Handler):
     """Turns warnings of uvicorn and moa_jax into events of a log, without their tracebacks.
 
-    Within the context manager these warnings are written to the log alone.
+    Within the context manager these warnings are written only to the log.
     """
 
     def __init__(self, log: Log) -> None:

@@ -19,7 +19,7 @@ LONGEST_WAIT = 60  # seconds; the largest Retry-After
 
 
 class ServingMetrics:
-    """The metrics of one server, in a registry of its own."""
+    """The metrics of one server, in a separate registry."""
 
     def __init__(self, model: str, engine: Engine) -> None:
         self._registry = CollectorRegistry()

@@ -56,7 +56,7 @@ class Model:
         return detokenizer_of(self.tokenizer, skip_special=False).decode(ids)
 
     def offsets_of(self, text: str, ids: Sequence[int], special: bool = True) -> tuple[int, ...]:
-        """The offset of each token in a prompt's text; special tokens have a neighbour's offset."""
+        """Offsets by token in a prompt's text; special tokens have the offset of a neighbour."""
         if self.tokenizer is not None and self.tokenizer.is_fast:
             options = {"return_offsets_mapping": True, "verbose": False}
             found = self.tokenizer(text, add_special_tokens=special, **options)

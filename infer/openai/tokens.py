@@ -58,9 +58,9 @@ def _word_of(tokenizer: Any) -> tuple[str, list[int]]:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """The byte of each character in byte-level vocabularies.
+    """Bytes by character in byte-level vocabularies.
 
-    Printable bytes of Latin-1 are the same character, other bytes are U+0100 and up in order.
+    Printable Latin-1 bytes are the characters themselves, other bytes are U+0100 and up in order.
     """
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printed]

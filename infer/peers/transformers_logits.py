@@ -3,7 +3,7 @@
 A separate program: reads a task as JSON from stdin, writes a document to stdout.
 
     in    {"model": a folder or a .gguf file, "sequences": [[id, ...]], "folder"}
-    out   {"versions"}, and in the folder 0.npy, 1.npy, ...: the logits (T, V) of each sequence
+    out   {"versions"}, and in the folder 0.npy, 1.npy, ...: the logits (T, V) per sequence
 """
 
 from __future__ import annotations
