@@ -1,4 +1,4 @@
-"""Checks that a target computes what a reference computes, and that drafted text is plain text.
+"""Compares a target's logits with a reference, and drafted answers with plain decoding.
 
     python -m infer.check                                   the bundled pair against transformers
     python -m infer.check --pair smollm2
@@ -8,16 +8,16 @@
 
 The target answers each prompt greedily. Target and reference then read the prompt and the answer,
 and their next-token distributions are compared after each token: KL(reference || target) in nats,
-the share of positions with the same most likely token (top-1), the share of the reference's five
-most likely tokens among the target's five (top-5), and the largest difference of logits. The
-prompts are decoded with drafts as well, in a chain and in a tree (prompt lookup: in a chain): in
-float32 any other token is a fault. The exit code is 0 if all prompts pass, 1 if one fails and 2 for
-bad input.
+the share of positions with the same argmax (top-1), the share of the reference's five most likely
+tokens among the target's five (top-5), and the largest difference of logits. The prompts are also
+decoded with drafts, in a chain and in a tree (prompt lookup: in a chain): in float32 any different
+token is a fault. The exit code is 0 if all prompts pass, 1 if one fails and 2 for bad input.
 
-The reference is transformers in float32, in a process of its own (pip install '.[test]'); of a GGUF
-file it is transformers' own reading. A golden file keeps its figures for machines without torch:
---write-golden keeps those of transformers, or with no --reference those of this program's own
-float32 run, so that a later version, another device or other weights can be compared with today's.
+The reference is transformers in float32, in a separate process (pip install '.[test]');
+transformers also loads GGUF files itself. A golden file stores the reference's top logits for
+machines without torch: --write-golden stores those of transformers, or without --reference those
+of this program's own float32 run, so that a later version, another device or other weights can be
+compared with this run.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ COLUMNS: dict[str, TableColumn] = {
     "logit difference": lambda row: short(row.get("logit_difference")),
     **{kind: kind for kind in DRAFTED},
 }
-EXACT = "float32"  # in other dtypes passes over one and over several tokens round differently
+EXACT = "float32"  # in other dtypes, one-token and multi-token passes round differently
 
 
 class DecodedPrompt(NamedTuple):
-    """A prompt, its greedy answer, and where drafted answers first differ from plain ones."""
+    """A prompt, its greedy answer, and the first difference per kind of draft."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -81,15 +81,15 @@ class DecodedPrompt(NamedTuple):
 
     @property
     def sequence(self) -> list[int]:
-        """The tokens that target and reference read."""
+        """Prompt and answer: the input of target and reference."""
         return [*self.prompt_ids, *self.token_ids]
 
 
 class Reference(NamedTuple):
-    """Logits to compare with, one entry a prompt, and the software that computed them."""
+    """Logits to compare with, one entry per prompt, and the software that computed them."""
 
     made_by: str
-    logits: Iterable[np.ndarray | TopLogits]  # (T, V), or of the most likely tokens alone
+    logits: Iterable[np.ndarray | TopLogits]  # (T, V), or the top logits only
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Complete the flags; raise InputError for those that do not go together."""
+    """Fills in defaults; raises InputError for invalid combinations of flags."""
     if args.reference is None and args.write_golden is None:
         args.reference = TRANSFORMERS
     if args.reference == TRANSFORMERS:
@@ -184,9 +184,9 @@ def _is_golden(args: argparse.Namespace) -> bool:
 def _answers(
     args: argparse.Namespace, target: Target, drafter: LoadedDrafter, known: Golden | None
 ) -> list[DecodedPrompt]:
-    """The prompts and their plain answers, and whether drafted answers are the same.
+    """Decodes each prompt without drafts and with every kind of draft; compares the answers.
 
-    With a golden file the answer to compare is the file's. Raises InputError as `Session`.
+    With a golden file, `token_ids` are the file's answers. Raises InputError like `Session`.
     """
     tokenizer = tokenizer_of(target.folder)
     if known is not None:
@@ -196,7 +196,7 @@ def _answers(
     else:
         prompts = list(prompts_of(args, tokenizer))
     plain = Session(target)
-    plain.check(prompts, args.max_new_tokens)  # all of them, before the first is answered
+    plain.check(prompts, args.max_new_tokens)  # all prompts, before the first is decoded
     tree = TREE.get(jax.default_backend(), TREE_ELSEWHERE)
     shapes = DraftShape(drafter.depth or DEFAULT_DEPTH), tree
     chains_only = drafter.method == LOOKUP
@@ -222,7 +222,7 @@ def _answers(
 def _reference(
     args: argparse.Namespace, target: Target, answers: Sequence[DecodedPrompt], known: Golden | None
 ) -> Iterator[Reference]:
-    """The reference that the flags name; its files are gone when the context ends."""
+    """The reference that --reference names; its temporary files are deleted on exit."""
     sequences = [each.sequence for each in answers]
     if known is not None:
         yield Reference(known.header["made_by"], [each.top for each in known.prompts])
@@ -249,7 +249,7 @@ def _reference(
 def _prompt_of(
     answered: DecodedPrompt, compared: Sequence[Closeness], limits: Thresholds, target: Target
 ) -> dict[str, Any]:
-    """The figures of a prompt, if it was compared, and its faults as sentences."""
+    """The JSON entry of a prompt: its figures (None without a reference) and its faults."""
     figures, faults = None, []
     if compared:
         found = fidelity.summary(compared)
@@ -285,12 +285,12 @@ def _settings(
 
 
 def _figures(found: Fidelity) -> dict[str, float | None]:
-    """Figures for JSON, which has no nan and no infinity."""
+    """Figures for JSON: nan and infinity become None."""
     return {key: value if math.isfinite(value) else None for key, value in found._asdict().items()}
 
 
 def _render(document: dict[str, Any]) -> str:
-    """A table with a row for each prompt, and sentences on what differs."""
+    """A table with one row per prompt, then one line per fault or difference."""
     settings, prompts = document["settings"], document["prompts"]
     against = settings["made_by"] if settings["reference"] else "no reference"
     rows = [

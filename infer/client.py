@@ -1,12 +1,12 @@
-"""Answers prompts with the drafter here and the target on a server; writes on when the link dies.
+"""Split decoding: drafts here, verifies on a server; drafts on alone when the link is lost.
 
 python -m infer.client --connect ws://127.0.0.1:8765/v1/split --prompt "I need a hotel."
 python -m infer.client --connect wss://HOST:8765/v1/split --token-file TOKEN --tls-ca CA.pem
 python -m infer.client --offline --prompt "Hello"      the drafter alone, without a server
-python -m infer.client ... --policy keep               keeps what was written without a link
+python -m infer.client ... --policy keep               keeps text drafted without a link
 
-Of the target only those weights are loaded that the drafter borrows. Text is printed once it is
-verified, and unverified text when the answer ends. Notices about the link go to stderr.
+Only the target weights that the drafter borrows are loaded. Verified text is printed as the answer
+grows, unverified text when the answer ends. Notices about the link go to stderr.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int | None:
 
 
 class ClientJob(NamedTuple):
-    """The prompts of one run, and what they share."""
+    """The prompts of one run and their shared settings."""
 
     args: argparse.Namespace
     writer: Writer
@@ -157,7 +157,7 @@ def _add_drafting_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(args: argparse.Namespace) -> ClientOptions:
-    """The flags as `ClientOptions`; InputError for flags that contradict each other."""
+    """The flags as `ClientOptions`; raises InputError for flags that contradict each other."""
     tree = (args.depth, args.breadth, args.total_tokens)
     if args.mode != "tree" and any(tree):
         raise InputError("--depth, --breadth and --total-tokens describe a tree: add --mode tree")
@@ -183,14 +183,14 @@ def options_of(args: argparse.Namespace) -> ClientOptions:
 
 
 def _check(prompt: list[int], index: int, new: int, target: Target) -> None:
-    """Raise InputError for a prompt that no session can hold."""
+    """Raises InputError for invalid ids, and for a prompt too long for the target's positions."""
     positions, vocab_size = target.config.max_position_embeddings, target.config.vocab_size
     prompt_ids_of(index, prompt, vocab_size)
     Room(positions).check(index, len(prompt), new)
 
 
 def _check_drafter(args: argparse.Namespace, half: DraftHalf) -> None:
-    """Raises InputError for a mode that this drafter cannot serve."""
+    """Raises InputError for a mode that this drafter does not support."""
     if args.offline and args.mode == "stream":
         raise InputError("--mode stream needs the target, which --offline leaves out")
     if half.functions.go_on is None and (args.offline or args.mode == "chain"):
@@ -199,7 +199,7 @@ def _check_drafter(args: argparse.Namespace, half: DraftHalf) -> None:
 
 
 def _tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
-    """TLS settings for a wss:// server; InputError for a file that holds no certificate."""
+    """TLS settings for a wss:// server; raises InputError for a file without a certificate."""
     secure = (args.connect or "").startswith("wss://")
     if args.tls_ca is not None and not secure:
         raise InputError("--tls-ca is for wss:// servers: change --connect, or leave it out")
@@ -208,7 +208,7 @@ def _tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
     context = ssl.create_default_context()
     if args.tls_ca is not None:
         try:
-            Path(args.tls_ca).open("rb").close()  # whose OSError names the file
+            Path(args.tls_ca).open("rb").close()  # this OSError names the file
             context.load_verify_locations(args.tls_ca)
         except ssl.SSLError as error:
             raise InputError(f"{args.tls_ca} holds no certificate: give a PEM file") from error
@@ -248,7 +248,7 @@ def _check_lengths(job: ClientJob, welcome: Welcome) -> None:
 async def _answer(
     answering: SplitClient, job: ClientJob, index: int, prompt: list[int], output: _Output
 ) -> dict[str, Any]:
-    """Answers one prompt, up to the end or the first stop text; returns its figures."""
+    """Decodes one prompt up to its end or first stop string; returns the answer's figures."""
     total = len(prompt) + job.args.max_new_tokens
     events = answering.answer(prompt, total, job.stop_ids, row_of(job.sampling, index))
     see = lambda event: output.take(event, answering)
@@ -256,7 +256,7 @@ async def _answer(
 
 
 class _Output:
-    """Shows one answer after the other, as text or in a JSON document; decodes each token once."""
+    """Writes answers in turn, as text or in a JSON document; detokenizes each token once."""
 
     def __init__(
         self, writer: Writer, stops: list[str], document: GrowingDocument | None = None
@@ -265,14 +265,14 @@ class _Output:
         self._document = document
 
     def start(self) -> None:
-        """Begins an answer."""
+        """Starts an answer."""
         self._text = GrowingText(self._tokenizer, self._stops)
-        self._num_tokens, self._shown = 0, ""  # tokens that the text holds; the text so far
+        self._num_tokens, self._shown = 0, ""  # tokens detokenized; text so far
 
     def take(self, event: AnswerEvent, answering: SplitClient) -> int | None:
-        """Shows new verified text, and the notice; returns the number of tokens up to a stop text.
+        """Writes new verified text and the event's notice; returns the length up to a stop string.
 
-        Verified text is never taken back.
+        The length is in tokens, None without a stop string. Verified text is never retracted.
         """
         if self._document is not None:
             up, down = answering.traffic.bytes_up, answering.traffic.bytes_down
@@ -283,7 +283,7 @@ class _Output:
         return None if self._text.stop is None else self._text.num_tokens
 
     def end(self, figures: dict[str, Any]) -> None:
-        """Shows the rest of an answer, unverified text included, and its figures."""
+        """Writes the rest of an answer, unverified text included, and its figures."""
         self._show(figures["token_ids"])
         rest = self._text.end()
         if self._document is None:
@@ -294,7 +294,7 @@ class _Output:
             self._document.add(figures | {"text": text})
 
     def _show(self, tokens: list[int]) -> None:
-        """Shows the text that the answer's tokens so far add to the text before."""
+        """Writes the text of those tokens of an answer that were not detokenized before."""
         new = self._text.add(tokens[self._num_tokens :])
         self._num_tokens = max(self._num_tokens, len(tokens))
         self._shown += new

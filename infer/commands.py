@@ -1,7 +1,7 @@
-"""The programs as commands that no local file shadows: `moa-distill` is `python -m train.distill`.
+"""Console scripts of the programs: `moa-distill` runs `python -m train.distill`.
 
-`python -m` looks for train and infer in the current folder first, so that a train.py of one's own
-would run instead. pyproject.toml has the table: moa-distill = "infer.commands:train.distill".
+`python -m` searches the current folder first, so a local train.py shadows the package; a console
+script is not shadowed. pyproject.toml has the table: moa-distill = "infer.commands:train.distill".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from infer.program import run
 
 
 class ProgramFolder:
-    """The programs of a folder, as functions without arguments."""
+    """The programs of a folder as attributes, each a function without arguments."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

@@ -1,11 +1,12 @@
-"""Compiled programs, kept between starts: a second start takes seconds where the first takes more.
+"""Configures jax's persistent compilation cache, so that later starts do not recompile.
 
     (nothing set)                   $XDG_CACHE_HOME/moa-jax/compiled, or the same in ~/.cache
-    JAX_COMPILATION_CACHE_DIR=DIR   another folder, whose size has no bound
+    JAX_COMPILATION_CACHE_DIR=DIR   another folder, of unbounded size
     JAX_COMPILATION_CACHE_DIR=      no cache
 
-jax itself tells versions, compiler options and accelerators apart. XLA keeps machine code for CPUs,
-so each kind of CPU has a folder of its own, each with that bound: machines may share a home.
+jax's cache keys include versions, compiler options and the kind of accelerator. XLA stores machine
+code for CPUs, so each CPU type has its own folder, bounded to `MAX_BYTES`: machines may share a
+home directory.
 """
 
 from __future__ import annotations
@@ -22,48 +23,48 @@ from pathlib import Path
 from moa_jax.config.checks import is_utf8
 from moa_jax.files.places import user_cache
 
-FOLDER = "JAX_COMPILATION_CACHE_DIR"  # jax reads its settings from such variables
+FOLDER = "JAX_COMPILATION_CACHE_DIR"  # jax reads its options from such variables
 SIZE = "JAX_COMPILATION_CACHE_MAX_SIZE"
 MAX_BYTES = 2 * 1024**3
-SECONDS_OF_A_WRITE = 60  # another program may be at it
+SECONDS_OF_A_WRITE = 60  # a younger entry may still be incomplete
 CPU_FACTS = ("vendor_id", "cpu family", "model", "flags", "CPU ", "Features")  # of /proc/cpuinfo
 
 
 def use() -> None:
-    """Turns jax's compilation cache on, or off where the user wants none.
+    """Turns jax's compilation cache on, or off if JAX_COMPILATION_CACHE_DIR is empty.
 
-    Without a folder that can be written there is no cache. Nothing is ever printed.
+    Without a writable default folder the cache is not configured. Nothing is ever printed.
     """
     wanted = os.environ.get(FOLDER)
-    if wanted == "" or not is_utf8(wanted or ""):  # jax takes no other path
+    if wanted == "" or not is_utf8(wanted or ""):  # jax accepts only UTF-8 paths
         _default("JAX_ENABLE_COMPILATION_CACHE", False)
         return
     try:
         own = default_folder()
-        if wanted in (None, str(own)):  # our own where a program of ours started this one
+        if wanted in (None, str(own)):  # `own`: set by a parent program of this project
             _default(SIZE, MAX_BYTES)
             _prepare(own)
             _default(FOLDER, str(own))
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
+    except (OSError, RuntimeError):  # RuntimeError: no home directory
         if wanted is None:
             return
-    # Many small programs take as long to compile as one large one.
+    # Small programs are cached too: many of them take as long to compile as one large one.
     _default("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", 0.0)
-    # A program that cannot be read or stored is compiled as if there were no cache.
+    # A failed read or write of the cache costs a compilation and nothing else.
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
 
 
 def default_folder() -> Path:
-    """The user's folder for programs that are compiled for this kind of CPU."""
+    """The user's cache folder for programs compiled on this CPU type."""
     return user_cache() / "compiled" / _cpu()
 
 
 def _cpu() -> str:
-    """A name for all CPUs with the same instructions."""
+    """A name that CPUs with the same instruction set share."""
     facts = [platform.processor()]
     if (info := Path("/proc/cpuinfo")).exists():
         with info.open(encoding="utf-8", errors="replace") as lines:
-            for line in iter(lines.readline, "\n"):  # of the first core
+            for line in iter(lines.readline, "\n"):  # fields of the first core
                 if not line:
                     break
                 facts += [line] if line.startswith(CPU_FACTS) else []
@@ -71,9 +72,9 @@ def _cpu() -> str:
 
 
 def _prepare(folder: Path) -> None:
-    """Makes the folder, and removes what a kill during a write left behind: jax stumbles on it.
+    """Creates the folder and removes the incomplete entries of killed processes: jax fails on them.
 
-    Where the size is bounded, a program in the cache has two files, and the second is written last.
+    With a size bound an entry has two files, NAME-cache and, written after it, NAME-atime.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK) or not is_utf8(str(folder)):
@@ -89,15 +90,15 @@ def _prepare(folder: Path) -> None:
 
 
 def _default(name: str, value: object) -> None:
-    """Sets one of jax's settings, for child processes too, unless the user has set it."""
+    """Sets a jax option here and for child processes, unless the user has set the variable."""
     if name not in os.environ:
         os.environ[name] = str(value)
-        if "jax" in sys.modules:  # it has read its variables already
+        if "jax" in sys.modules:  # jax has read its variables already
             sys.modules["jax"].config.update(name.lower(), value)
 
 
 def num_bytes(folder: Path) -> int:
-    """What a cache holds; files that another program removes meanwhile do not count."""
+    """Total file size of a cache in bytes, files removed during the scan excluded."""
     total = 0
     for path in folder.glob("*"):
         with contextlib.suppress(FileNotFoundError):

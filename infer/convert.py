@@ -1,4 +1,4 @@
-"""Convert drafters between file layouts, write a target back in another dtype, or cut a pair down.
+"""Converts drafter layouts and target dtypes, and extracts the part of a pair for infer.client.
 
     python -m infer.convert --draft DIR --target DIR --to vllm --output NEW
     python -m infer.convert --target DIR --dtype bfloat16 --output NEW
@@ -6,13 +6,13 @@
     python -m infer.convert --draft DIR --target DIR --for-client --output NEW
 
 Tensors keep the authors' names in every layout; config.json differs:
-    ours         sizes, target layer inference, the target it belongs to; a draft vocabulary is kept
+    ours         sizes, target layer inference, the drafter's target; a draft vocabulary is kept
     authors      the target's config, as the paper's training code writes it
-    vllm         that of the authors' vLLM fork
-    speculators  that of the speculators library, with the target's config nested
+    vllm         the config of the authors' vLLM fork
+    speculators  the config of the speculators library, with the target's config nested
 
---for-client writes NEW/target and NEW/draft, the part of both that infer.client reads, as stored;
-a server of the whole pair takes a client of the part.
+--for-client writes NEW/target and NEW/draft: the tensors of both that infer.client reads, in their
+stored dtypes. A server that loads the whole pair accepts a client that loads this part.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from moa_jax.pretrained import (
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
-STATING = ("ours", "speculators")  # layouts that store what other files leave to a guess
+STATING = ("ours", "speculators")  # layouts that store settings that others leave to inference
 
 
 def convert_draft(flags: argparse.Namespace) -> dict[str, Any]:
-    """Write a drafter in another layout; returns what was done.
+    """Writes a drafter in another layout; returns a summary for JSON.
 
-    Raises InputError where a layout would state what was only assumed.
+    Raises InputError if the layout would state a setting that was only assumed.
     """
     layout = flags.to or "ours"
     target = describe_target(flags.target)
     dtype = flags.dtype or stored_dtype(flags.draft)
     drafter = load_drafter(flags.draft, target, **drafter_options(flags), dtype=dtype)
-    guesses = hasattr(drafter.config, "target_layer_inference")  # other kinds' notices are facts
+    guesses = hasattr(drafter.config, "target_layer_inference")  # other kinds' notices state facts
     if layout in STATING and guesses and drafter.notices:
         raise InputError(
             f"{flags.draft}: {drafter.notices[0]}: layout {layout} would state that as a fact, "
@@ -88,7 +88,7 @@ def convert_draft(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def cut_for_client(flags: argparse.Namespace) -> dict[str, Any]:
-    """Write what a client reads of a pair; returns what was done."""
+    """Writes the part of a pair that a client reads; returns a summary for JSON."""
     target = describe_target(find_folder(flags.target))
     drafter = load_drafter(flags.draft, target, **drafter_options(flags), for_client=True)
     save_for_client(flags.output, target, drafter)
@@ -110,12 +110,12 @@ def cut_for_client(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _num_bytes(folder: Path) -> int:
-    """Bytes of a folder's weights."""
+    """Total size of a folder's safetensors files in bytes."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def convert_target(flags: argparse.Namespace) -> dict[str, Any]:
-    """Write a target as a Hugging Face folder; returns what was done."""
+    """Writes a target as a Hugging Face folder; returns a summary for JSON."""
     dtype = flags.dtype or stored_dtype(flags.target)
     target = load_target(flags.target, dtype)
     save_target(
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _check_output(flags: argparse.Namespace) -> None:
-    """Raises InputError for an output that cannot be written, and for one of the inputs."""
+    """Raises InputError for an output that cannot be written or that is an input."""
     models = parts.PAIR if flags.for_client else (".",)
     check_replaceable(flags.output, parts.MARK if flags.for_client else "config.json", models)
     written = [os.path.realpath(flags.output / model) for model in models]
@@ -169,7 +169,7 @@ def _check_output(flags: argparse.Namespace) -> None:
 
 
 def _line(done: dict[str, Any]) -> str:
-    """What was done, as one line for people."""
+    """The summary as one line of text."""
     if "bytes" not in done:
         return f"wrote {done['output']} in {done['dtype']}"
     sizes = (

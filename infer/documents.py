@@ -1,10 +1,10 @@
-"""Documents of many answers, written as they come: on stdout, or in a file that can go on.
+"""JSON documents that grow by one result at a time, on stdout or in a resumable file.
 
     {"settings": {...}, "results": [R, R, R]}
 
-Each result is flushed. What Ctrl-C, SIGTERM or a fault cuts ends with a mark, such as
-`"cut": {"by": "SIGINT", "done": 3, "of": 400}`. What was killed ends after a result, perhaps with
-a part of the next one; `]}` after the last whole result makes it JSON again.
+Each result is flushed. A document that Ctrl-C, SIGTERM or an exception interrupts ends with a mark,
+such as `"cut": {"by": "SIGINT", "done": 3, "of": 400}`. The document of a killed process ends after
+or within a result; `]}` after the last whole result makes the document valid JSON.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from moa_jax.files.json_text import to_json
 from moa_jax.files.places import lock_output
 
 BETWEEN = ", "
-CODES = {"SIGINT": INTERRUPTED, "SIGTERM": SIGTERM_CODE}  # exit codes of what was cut
+CODES = {"SIGINT": INTERRUPTED, "SIGTERM": SIGTERM_CODE}  # exit codes of interrupted programs
 
 
 class GrowingDocument:
-    """A document under way; `results` are those of an earlier run that its file had at the start.
+    """A document that grows; `results` are the file's results from an earlier run.
 
     `rest` is written after the results.
     """
@@ -39,16 +39,15 @@ class GrowingDocument:
         path: Path | None = None,
         go_on: str = "",
     ) -> None:
-        """A result per prompt, with its `prompt_ids`, goes to stdout, or to the file `path`.
+        """Opens a document of one result per prompt, with its `prompt_ids`, in `path` or on stdout.
 
-        `go_on` is printed where the document is cut: the way to continue it.
-        Raises InputError for a file with other settings, prompts or content, and for one that
-        another run writes.
+        `go_on` is a hint on resuming, printed when the document is interrupted. Raises InputError
+        for a file with other settings, prompts or content, and for a file that another run writes.
         """
         self._head = to_json({"settings": settings})[:-1] + ', "results": ['
         self._total, self._path, self._advice = len(prompts), path, go_on
         self._stack = contextlib.ExitStack()
-        self._file: TextIO | None = None  # None: stdout, whatever that is by then
+        self._file: TextIO | None = None  # None: `sys.stdout` at the time of writing
         self.results: list[dict[str, Any]] = []
         self.rest: dict[str, Any] = {}
         if path is not None:
@@ -63,12 +62,12 @@ class GrowingDocument:
         self.done = len(self.results)
 
     def _go_on(self, prompts: Sequence[list[int]]) -> None:
-        """Reads the results that the file has, and removes what follows them."""
+        """Reads the whole results of the file, and truncates the file after them."""
         lock_output(self._file, self._path)
         self._file.seek(0)
         text = self._file.read()
         if not text.startswith(self._head):
-            if not self._head.startswith(text):  # else it was cut at its creation
+            if not self._head.startswith(text):  # else the file ends within its head
                 raise InputError(f"{self._path} {_difference(text, self._head)}")
             self._file.truncate(0)
             return
@@ -85,13 +84,13 @@ class GrowingDocument:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Ends the document; a fault before the first result leaves stdout as it was."""
+        """Ends the document; an `Exception` before the first result writes nothing."""
         with self._stack:
             if error is None:
                 self._end()
             elif self.done or not isinstance(error, Exception):
                 self.rest |= cut_mark(error, self.done, self._total)
-                with contextlib.suppress(OSError):  # which may be the fault
+                with contextlib.suppress(OSError):  # OSError may be `error` itself
                     self._end()
                 if name := _signal_of(error):
                     line = f"{name}: {self.done} of {self._total} answers are written{self._advice}"
@@ -112,23 +111,23 @@ class GrowingDocument:
 
 
 def cut_mark(error: BaseException, done: int, total: int) -> dict[str, Any]:
-    """The mark of a document that an exception has cut."""
+    """The mark of a document that `error` interrupted after `done` of `total` results."""
     by = _signal_of(error) or f"{type(error).__name__}: {first_line(error)}"
     return {"cut": {"by": by, "done": done, "of": total}}
 
 
 class Interruption:
-    """The signal that cut a work short; `error` is None where it came to its end."""
+    """The signal that interrupted a block; `error` is None if the block completed."""
 
     error: BaseException | None = None
 
     @property
     def code(self) -> int:
-        """The exit code of what was cut: 128 + signal, as shells count."""
+        """The exit code of an interrupted program: 128 + signal, as in shells."""
         return CODES[_signal_of(self.error)]
 
     def mark(self, done: int, total: int, go_on: str = "") -> dict[str, Any]:
-        """The mark of a document of what was done; also a line on stderr."""
+        """The mark of an interrupted document, also shown on stderr; {} without an interruption."""
         if self.error is None:
             return {}
         print(f"{_signal_of(self.error)} after {done} of {total}{go_on}", file=sys.stderr)
@@ -137,7 +136,7 @@ class Interruption:
 
 @contextlib.contextmanager
 def until_cut() -> Iterator[Interruption]:
-    """Ctrl-C or SIGTERM ends what is inside; the program goes on, and shows what was done."""
+    """Ends the block on Ctrl-C or SIGTERM; the program continues after the block."""
     cut = Interruption()
     try:
         with ended_by_sigterm():
@@ -156,9 +155,9 @@ def _signal_of(error: BaseException) -> str | None:
 
 
 def _results(text: str, place: int) -> tuple[list[dict[str, Any]], int]:
-    """The whole results from a place of a document on, and the place where they end."""
+    """The whole results of a document from offset `place` on, and the offset of their end."""
     found, end, decoder = [], place, json.JSONDecoder()
-    with contextlib.suppress(ValueError):  # not a result, or half of one
+    with contextlib.suppress(ValueError):  # no result, or a truncated one
         while True:
             result, end = decoder.raw_decode(text, place)
             found.append(result)
@@ -169,7 +168,7 @@ def _results(text: str, place: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _difference(text: str, head: str) -> str:
-    """The difference of a file's settings from those of this run, and what to do about it."""
+    """The error message for a file whose settings differ from this run's, after the path."""
     begin, decoder = len('{"settings": '), json.JSONDecoder()
     try:
         ours, theirs = (decoder.raw_decode(each, begin)[0] for each in (head, text))

@@ -1,4 +1,4 @@
-"""The paper's evaluation in one command: drafters beside plain decoding on sets of questions.
+"""The paper's evaluation in one command: drafters against plain decoding on question sets.
 
     python -m infer.evaluate --suite demo
     python -m infer.evaluate --suite paper --target TARGET --draft moa=A --draft eagle=B
@@ -6,18 +6,18 @@
     python -m infer.evaluate --suite hub:cnn_dailymail:3.0.0/test
     python -m infer.evaluate --conversations data:chat/validation.jsonl --limit 100
 
-Drafters whose files do not say what they are take options after the folder, each its own:
+Options after a folder describe a drafter whose files lack its method or settings:
 `--draft small=DIR,method=independent --draft moa=DIR,n=3`.
 
-Every question goes through all candidates before the next one, another candidate first each time;
-a second turn follows our own answer to the first. Answers are stored as they come, in Spec-Bench's
-format, so the same command goes on where it was stopped. The report has tau, speedup over plain
-decoding with its spread, acceptance by position, calls of the target, and whether every answer is
-plain decoding's. It stands beside the paper's figures, as tables, JSON and pictures.
+All candidates answer a question before the next question begins, in rotating order. A second turn
+follows the candidate's own answer to the first. Each answer is stored at once, in Spec-Bench's
+format, so the same command resumes an interrupted run. The report has tau, speedup over plain
+decoding with its spread, acceptance by position, target calls, and whether every answer equals
+plain decoding's, next to the paper's figures, as tables, JSON and plots.
 
-Answers have up to 512 tokens a turn. The demo suite and conversations have short answers and get
+Answers have up to 512 tokens per turn. The demo suite and conversations have short answers and get
 128, since on a CPU a cache with many unused rows slows plain decoding down and flatters drafts.
-`--conversations` asks one turn of each conversation after its history; figures are by source.
+`--conversations` decodes one turn per conversation, after its history, and reports by source.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from moa_jax.files.json_text import to_json
 from moa_jax.files.places import check_folder
 from moa_jax.version import __version__
 
-LONGEST, LONGEST_OF_SHORT = 512, 128  # the paper's, and that of short answers
-LONGEST_PROMPT = 256  # of conversations
-DIFFERENT = 1  # exit code where drafts changed an answer in float32
+LONGEST, LONGEST_OF_SHORT = 512, 128  # tokens per turn: the paper's, and for short answers
+LONGEST_PROMPT = 256  # tokens of a prompt, for conversations
+DIFFERENT = 1  # exit code if drafts changed an answer in float32
 SPEED, ACCEPTANCE = "speed.png", "acceptance.png"
 
 
@@ -133,7 +133,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     document = report.document_of(found, left_out, settings) | mark
     try:
         print(to_json(document) if args.json else report.render(document))
-    finally:  # one of the two may fail
+    finally:  # also after a failed print or render
         _write(folder, document)
     if mark:
         return cut.code
@@ -142,7 +142,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _questions(args: argparse.Namespace) -> list[Question]:
-    """All questions that could be asked; of public data, those in the first rows."""
+    """The questions to choose from; of a public data set, those in its first rows."""
     rows = args.limit or suites.PUBLIC_ROWS
     if args.conversations is None:
         return suites.load_suite(args.suite, rows)
@@ -152,10 +152,10 @@ def _questions(args: argparse.Namespace) -> list[Question]:
 
 
 def _why_not(runner: QuestionRunner, longest: int | None, question: Question) -> str | None:
-    """The reason to leave a question out, if there is one."""
+    """The reason to skip a question, or None."""
     try:
         prompt = runner.first_prompt(question)
-        rest = "\n".join(question.turns[1:])  # found now, and not after an hour
+        rest = "\n".join(question.turns[1:])  # an invalid turn fails now, not after an hour
         later = runner.tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"]
         chat.check_ids([*prompt, *later], runner.target.config.vocab_size)
     except InputError as error:
@@ -168,7 +168,7 @@ def _why_not(runner: QuestionRunner, longest: int | None, question: Question) ->
 def ask_all(
     runner: QuestionRunner, kept: answers.AnswerFolder, questions: Sequence[Question]
 ) -> None:
-    """Asks what has no answer yet; each answer is stored before the next question."""
+    """Runs all unanswered questions; each answer is stored before the next question runs."""
     done = sum(kept.has(question) for question in questions)
     with progress(len(questions), "questions", initial=done) as bar:
         for index, question in enumerate(questions):
@@ -180,7 +180,7 @@ def ask_all(
 def _settings(
     args: argparse.Namespace, runner: QuestionRunner, questions: Sequence[Question]
 ) -> dict[str, Any]:
-    """Settings that two runs must share to be one run, ready for JSON."""
+    """The settings that identify a run, ready for JSON: a resumed run must have the same."""
     sets: dict[str, list[Question]] = {}
     for question in questions:
         sets.setdefault(question.set, []).append(question)
@@ -211,7 +211,7 @@ def _check_output(folder: Path) -> None:
 
 
 def _default_output(suite: str, settings: dict[str, Any]) -> Path:
-    """A folder that only runs of the same settings share."""
+    """The default output folder, which only runs with the same settings share."""
     sets = [*settings["suite"]]
     name = suite if suite in ("demo", "paper") else "suite"
     name = sets[0] if len(sets) == 1 else name
@@ -219,14 +219,14 @@ def _default_output(suite: str, settings: dict[str, Any]) -> Path:
 
 
 def _write(folder: Path, document: dict[str, Any]) -> None:
-    """The report in Markdown and JSON, and pictures where they can be drawn."""
+    """Writes the report in Markdown and JSON, and plots if matplotlib is installed."""
     can_draw = importlib.util.find_spec("matplotlib") is not None
     pictures = [f"![tau and speedup]({SPEED})", f"![acceptance]({ACCEPTANCE})"] if can_draw else []
     text = "\n\n".join([report.render(document), *pictures])
     write_whole(folder / "report.json", to_json(document, indent=2) + "\n")
     write_whole(folder / "report.md", text + "\n")
     print(f"{folder}: report.md, report.json and the answers", file=sys.stderr)
-    if can_draw:  # last, for a picture may fail
+    if can_draw:  # last: drawing may fail
         save_figure(plots.speed_figure(document), folder / SPEED)
         save_figure(plots.acceptance_figure(document), folder / ACCEPTANCE)
     else:

@@ -1,10 +1,10 @@
-"""Answers prompts with a target and its drafter: the text of plain decoding, sooner.
+"""Generates answers with a target and its drafter: the text of plain decoding, faster.
 
 python -m infer.generate --prompt "I need a hotel in the north."
 python -m infer.generate --prompts questions.jsonl --json
-python -m infer.generate --prompts questions.jsonl --output answers.json     can go on later
+python -m infer.generate --prompts questions.jsonl --output answers.json     resumable
 python -m infer.generate --mode tree --temperature 0.8 --seed 1 --prompt "Hello"
-python -m infer.generate --check --prompt "Hello"     the same decoded plainly: any difference?
+python -m infer.generate --check --prompt "Hello"     compares with plain decoding
 python -m infer.generate --prompts FILE --mesh tensor=8,data=2 --distributed      on two hosts
 python -m infer.generate                    (a chat, on a terminal)
 """
@@ -46,9 +46,9 @@ from moa_jax.errors import InputError
 from moa_jax.runtime.multihost import is_first, on_first
 
 DIFFERENT = 1  # exit code of --check
-ASKED, BUNDLED = "asked", "demo"  # prompts of --compare
-# Rows that the caches of a chat have from its start, so that it seldom compiles again. A CPU reads
-# all of them in each round, so it gets few; elsewhere those that are not used cost memory alone.
+ASKED, BUNDLED = "asked", "demo"  # values of --compare
+# Initial cache rows of a chat, so that a chat seldom recompiles. A CPU reads all rows in every
+# round, so its caches start small; on other backends unused rows only cost memory.
 CHAT_ROWS = {"cpu": 512}
 CHAT_ROWS_ELSEWHERE = 4096
 
@@ -79,7 +79,7 @@ def _generate(args: argparse.Namespace, sampling: Sampling) -> int | None:
         _chat(ask)
         return None
     prompts = list(prompts_of(args, writer.tokenizer))
-    session.check(prompts, args.max_new_tokens)  # all of them, before the first is answered
+    session.check(prompts, args.max_new_tokens)  # all prompts, before the first is decoded
     if _is_document(args):
         return _answer_as_document(ask, prompts)
     faults = 0
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise InputError for flags that do not go together, before anything is loaded."""
+    """Raises InputError for flags that contradict each other, before models are loaded."""
     if (args.compare or args.check) and not _asked(args):
         raise InputError("--compare and --check need --prompt, --prompt-ids or --prompts")
     if cluster.is_asked(args) and (args.compare or not _is_given(args)):
@@ -166,7 +166,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 class Asking(NamedTuple):
-    """What all prompts of one run share."""
+    """The sessions and settings that all prompts of a run share."""
 
     session: Session
     plain: Session | None  # for --check and --compare
@@ -176,7 +176,7 @@ class Asking(NamedTuple):
     stop_when: StopWhen | None
 
     def settings(self, index: int) -> dict[str, Any]:
-        """How to decode the index-th prompt, alone: as row `index` of all of them."""
+        """Keyword arguments to decode prompt `index` alone, as row `index` of the whole batch."""
         return {
             "stop_ids": self.args.stop_ids,
             "sampling": row_of(self.sampling, index),
@@ -184,7 +184,7 @@ class Asking(NamedTuple):
         }
 
     def check(self, result: Result, index: int) -> Difference | None:
-        """The first difference between an answer and plain decoding's."""
+        """The first difference of an answer from plain decoding, or None."""
         prompt, settings = result.prompt_ids, self.settings(index)
         (other,) = self.plain.generate([prompt], self.args.max_new_tokens, **settings)
         return compare(
@@ -199,7 +199,7 @@ def _as_line(difference: Difference | None) -> str:
 
 
 def _verdict(faults: int, session: Session) -> int:
-    """Exit code 1 for differences in float32, where drafts may change nothing."""
+    """The exit code: 1 for differences in float32, in which drafts must not change tokens."""
     exact = session.weights.target["embed"].dtype == "float32"
     return DIFFERENT if faults and exact else 0
 
@@ -209,7 +209,7 @@ def _is_document(args: argparse.Namespace) -> bool:
 
 
 def _asked(args: argparse.Namespace) -> bool:
-    """Whether there are prompts; else a person sits at the terminal."""
+    """Whether flags or stdin give prompts; otherwise the program is a chat on a terminal."""
     return _is_given(args) or not sys.stdin.isatty()
 
 
@@ -218,7 +218,7 @@ def _is_given(args: argparse.Namespace) -> bool:
 
 
 def _answer_as_document(ask: Asking, prompts: list[list[int]]) -> int:
-    """Writes each answer as it comes, after those that the file of --output has already."""
+    """Writes each answer once finished, after those already in --output; returns the exit code."""
     session, args, rows = ask.session, ask.args, rows_of(ask.sampling, len(prompts))
     path = args.output if is_first() else None
     go_on = f": go on with the same flags and --output {path or 'FILE, with this document in FILE'}"
@@ -296,7 +296,7 @@ def _answer_as_text(ask: Asking, prompt: list[int], index: int = 0) -> Result:
 
 
 def _figures(result: Result, num_drafted: int) -> str:
-    """A line on an answer; acceptance is that of the rounds that drafted a position."""
+    """One line of figures; acceptance by position is over rounds that drafted the position."""
     parts = [f"{len(result.token_ids)} tokens", f"{result.rounds} rounds", f"tau {result.tau:.2f}"]
     parts.append(f"{result.tokens_per_s:.1f} tokens/s")
     accepted = []
@@ -310,7 +310,7 @@ def _figures(result: Result, num_drafted: int) -> str:
 
 
 def _comparison(ask: Asking, prompts: list[list[int]]) -> str:
-    """What drafting gains; first, what rounds cost is measured if that is to be chosen by."""
+    """Times plain and drafted decoding in turns; mode auto first measures its cost table."""
     session = ask.session
     session.check(prompts, ask.args.max_new_tokens)
     if session.chooser is not None:
@@ -320,7 +320,7 @@ def _comparison(ask: Asking, prompts: list[list[int]]) -> str:
 
 
 def _chat(ask: Asking) -> None:
-    """Turn by turn on a terminal, with the history; /new forgets it, an empty line ends."""
+    """A chat on a terminal: /new clears the history, an empty line ends the chat."""
     print("Write a message; /new starts over, an empty line ends.", file=sys.stderr)
     history: list[dict[str, str]] = []
     while message := _ask():

@@ -1,4 +1,4 @@
-"""Tell what a bug report needs: versions, devices, caches, the pair and the data found."""
+"""Prints the facts of a bug report: versions, devices, caches, the pair and the data folders."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def golden_folder() -> Path | None:
-    """The cases recorded from the authors' code: $MOA_GOLDENS, else ../shared/golden, if there."""
+    """The cases recorded from the authors' code: $MOA_GOLDENS, else ../shared/golden, or None."""
     folder = Path(os.environ.get("MOA_GOLDENS") or ROOT.parent / "shared" / "golden")
     return folder if folder.is_dir() else None
 
 
 def data_folder() -> Path | None:
-    """The text to train on and measure with: $MOA_DATA, else ../shared/data, if there."""
+    """The data for training and measurements: $MOA_DATA, else ../shared/data, or None."""
     try:
         return locate("data:")
     except InputError:
@@ -47,7 +47,7 @@ def data_folder() -> Path | None:
 def collect(
     target: Path = DEMO / "target", draft: Path | None = DEMO / "draft", load: bool = False
 ) -> dict[str, Any]:
-    """Everything the program prints, as one JSON-ready dictionary; absent things are None.
+    """The whole report as a JSON-ready dictionary; missing values are None.
 
     `load` also loads the target. Raises InputError for a given folder without a readable
     config.json, and for a target that cannot be loaded.
@@ -70,7 +70,7 @@ def collect(
 
 
 def _devices() -> dict[str, Any]:
-    """Devices as jax sees them, or why it sees none: that too belongs in a report."""
+    """The devices that jax finds, or the error with which jax finds none."""
     import jax
 
     from moa_jax.pretrained import formats_of
@@ -79,7 +79,7 @@ def _devices() -> dict[str, Any]:
         devices = jax.devices()
     except RuntimeError as error:
         return {"devices": [], "device_error": " ".join(str(error).split())}
-    # A CPU has no statistics: its memory is the host's.
+    # A CPU device has no memory statistics: its memory is the host's.
     stats = [device.memory_stats() or {} for device in devices]
     found = [
         {
@@ -109,7 +109,7 @@ def _folders() -> dict[str, str | None]:
 
 
 def _compile_cache(folder: str | None) -> dict[str, int | None] | None:
-    """How much the cache of compiled programs holds, and how much it may."""
+    """Size and size limit of the compilation cache in bytes; None without a cache."""
     import jax
 
     if folder is None:
@@ -122,7 +122,7 @@ def _compile_cache(folder: str | None) -> dict[str, int | None] | None:
 
 
 def _model(folder: Path) -> dict[str, Any]:
-    """Where a model lies, the bytes of its weights and what its config.json says of its size."""
+    """A model's folder, the bytes of its weights and the sizes in its config.json."""
     if folder.parent == DEMO and not folder.is_dir():
         return {"folder": str(folder), "found": False}
     folder = find_folder(folder)
@@ -134,15 +134,15 @@ def _model(folder: Path) -> dict[str, Any]:
 
 
 def _loading(folder: Path) -> dict[str, Any]:
-    """How long a target takes from its files to the device, in the dtype that is decoded with.
+    """Times the loading of a target from its files to the device, in the default dtype.
 
-    Rates count bytes of the files. A first load after a start of the machine reads the disk.
+    `bytes_per_s` counts bytes of the files. The first load after a reboot reads the disk.
     """
     import jax
 
     from moa_jax.pretrained import load_target
 
-    jax.devices()  # starts the backend, which is no part of loading
+    jax.devices()  # starts the backend, which the time excludes
     start = time.perf_counter()
     target = jax.block_until_ready(load_target(folder).params)
     seconds = time.perf_counter() - start
@@ -152,7 +152,7 @@ def _loading(folder: Path) -> dict[str, Any]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report as text, a line for each fact."""
+    """The report as text, one fact per line."""
     host, folders = report["host"], report["folders"]
     rows = list(report["versions"].items())
     rows += [("host", f"{host['system']}, {host['cores']} cores, {_gib(host['memory_bytes'])}")]

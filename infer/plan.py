@@ -1,18 +1,18 @@
-"""Prices decoding on a chip that is not attached: launches, bytes, time, memory, fits or not.
+"""Models decoding on a chip that is not attached: launches, bytes, time, memory, fits or not.
 
     python -m infer.plan --shape meta-llama/Meta-Llama-3-8B-Instruct --topology h200:1 \\
         --cache-rows 2048
     python -m infer.plan --shape meta-llama/Meta-Llama-3-8B-Instruct --topology h200:1 \\
         --drafter configs/moa_llama3_8b.py --mode tree --cache-rows 32768 --rows-used 1024
 
-Compiles the programs that decoding runs, ahead of time. No accelerator, driver, network or weights
-are needed, only the extra `plan` (make env PLAN=1). Times are modelled. A kernel takes the longer
-of two times, that of the bytes of its operands and results and that of its products. Each launch
-adds 2.5 us on a GPU. Launches are kernels and copies of one round. The roofline reads weights and
-used rows once.
+Compiles the decoding programs ahead of time. This needs the extra `plan` (make env PLAN=1), but no
+accelerator, driver, network or weights. Times are modelled: a kernel takes the longer of the time
+to move its operands and results and the time to compute its products. Each launch adds 2.5 us on a
+GPU. Launches are the kernels and copies of one round. The roofline reads the weights and the used
+cache rows once.
 
 The last line of stdout is `fits` (exit code 0) or `does not fit` (3); with --json stdout is one
-JSON document. Where the compiler itself crashes there is no verdict, and the exit code is 4.
+JSON document. If the compiler itself crashes, the exit code is 4, without a verdict.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from moa_jax.files.kinds import check_pairing, target_sizes
 from moa_jax.pretrained import LoadedDrafter, SpecialIds, Target, describe_target
 
 FITS, DOES_NOT_FIT, CRASHED = 0, 3, 4
-ASSUMED_TAU = {"plain": 1.0, "chain": 3.2, "tree": 4.98}  # Llama-3-8B's, the paper's for a tree
+ASSUMED_TAU = {"plain": 1.0, "chain": 3.2, "tree": 4.98}  # of Llama-3-8B; the tree's is the paper's
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def request_of(args: argparse.Namespace) -> PlanRequest:
-    """The request of the flags; raises InputError for flags that do not go together."""
+    """The `PlanRequest` of the flags; raises InputError for flags that contradict each other."""
     given = [
         name for name in ("drafter", "depth", "breadth", "total_tokens") if getattr(args, name)
     ]
@@ -118,7 +118,7 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
 
 
 def _target(name: str) -> Target:
-    """The sizes of a target: known ones by their hub id, else those of its folder."""
+    """A target without weights: from `SHAPES` by hub id, else from its files."""
     if name in SHAPES:
         return Target(SHAPES[name], None, Path(name), SpecialIds())
     if not Path(name).exists():
@@ -127,7 +127,7 @@ def _target(name: str) -> Target:
 
 
 def _drafter(args: argparse.Namespace, target: Target) -> LoadedDrafter:
-    """The drafter of --drafter without its weights."""
+    """The drafter of --drafter, without weights."""
     if args.drafter is None:
         raise InputError(f"--mode {args.mode} drafts: name the drafter with --drafter")
     if not args.drafter.endswith(".py"):
@@ -178,7 +178,7 @@ def _phases(phases: list[dict[str, Any]]) -> list[str]:
 
 
 def _round(found: Plan) -> list[str]:
-    """Time, speed, collectives and large copies of a round."""
+    """Lines on time, speed, collectives and large copies of a round."""
     share, links = found["tokens_per_s"] / found["roofline"], found["links"]
     tau = f"tau {found['tau']:g}" + (", assumed" if found["tau_assumed"] else "")
     lines = [
@@ -202,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser("infer.plan", __doc__)
     group = parser.add_argument_group("models")
     add_pair_flag(parser, group)
-    # `target` is set by --pair; the others belong to flags of programs that decode.
+    # --pair sets `target`; the others are flags that only decoding programs have.
     parser.set_defaults(target=None, num_speculative_tokens=None, paths=None, sampled_drafts=False)
     help = f"target: {', '.join(SHAPES)}, a folder with its config.json, or a GGUF file"
     group.add_argument("--shape", metavar="NAME_OR_DIR", help=help)

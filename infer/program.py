@@ -1,4 +1,4 @@
-"""What every program shares: its parser, its one-line errors and its progress on stderr."""
+"""Parts that every program shares: parser, one-line errors and progress on stderr."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moa_jax.config.checks import is_utf8
 from moa_jax.errors import InputError, first_line
 from moa_jax.version import __version__
 
-BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # the last two: 128 + signal, as shells count
+BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # the last two: 128 + signal, as in shells
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 SECONDS_BETWEEN_LINES = 10.0
 LOWER_MEMORY = (
@@ -44,28 +44,28 @@ class Parser(argparse.ArgumentParser):
         self._finish: list[Callable[[argparse.Namespace], None]] = []
 
     def finish_with(self, action: Callable[[argparse.Namespace], None]) -> None:
-        """Let `action` complete what is parsed, as flags that stand for others need it."""
+        """Registers an action on the parsed flags, for example to expand one flag into others."""
         self._finish.append(action)
 
     def parse_args(self, *arguments: Any, **named: Any) -> argparse.Namespace:
-        """The flags as argparse has them, completed; raises InputError as the actions do."""
+        """Parses the flags and runs the registered actions, which may raise InputError."""
         found = super().parse_args(*arguments, **named)
         for action in self._finish:
             action(found)
         return found
 
     def print_help(self, file: Any = None) -> None:
-        """Write the help; argparse's own passes over a device that is full."""
+        """Writes the help; raises OSError for a full device, unlike argparse's own method."""
         (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        """Exit with 2 after one line, without the usage."""
+        """Exits with code 2 after one line, without the usage."""
         line = " ".join(message.split())
         self.exit(BAD_INPUT, f"{self.prog}: {line} (--help lists the flags)\n")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of a description and shows those defaults that say something."""
+    """Keeps the line breaks of a description; shows defaults other than None, False and empty."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         value = action.default
@@ -76,12 +76,12 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 
 
 def names(text: str) -> list[str]:
-    """The names in a flag that takes several, with commas between them."""
+    """The names of a comma-separated flag."""
     return [name for name in text.split(",") if name]
 
 
 def utf8(text: str) -> str:
-    """Type of a flag whose text is read by a tokenizer or shown to clients."""
+    """Type of a flag with text for a tokenizer or for clients: valid UTF-8."""
     if not is_utf8(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8: give text in UTF-8")
     return text
@@ -113,7 +113,7 @@ def above_zero(text: str) -> float:
 
 
 def local_path(text: str) -> Path:
-    """Type of a flag that names a file or folder to write; a URL would become a local folder."""
+    """Type of a flag with a path to write; rejects URLs, which would become local folders."""
     if "://" in text:
         raise argparse.ArgumentTypeError(
             f"{text} is a URL, and files are written to a file system only: mount the store and "
@@ -122,40 +122,39 @@ def local_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-# Where the drivers of NVIDIA (WSL: dxg) and TPU devices show them, and the plugins that look there.
+# Device files of NVIDIA (WSL: dxg) and TPU drivers in /dev, and the jax plugins for such devices.
 DEVICES = ("nvidia*", "dxg", "accel*", "vfio/[0-9]*")
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "libtpu")
 
 
 def keep_to_cpu_without_devices() -> None:
-    """Keeps jax to the CPU where its plugins are installed but no device is there.
+    """Restricts jax to the CPU if accelerator plugins are installed without a device.
 
-    So it is after `make env PLAN=1`: jax would print pages about devices that it cannot find.
+    `make env PLAN=1` installs such plugins: jax would print long errors about missing devices.
     """
     if os.environ.get("JAX_PLATFORMS") or any(any(Path("/dev").glob(kind)) for kind in DEVICES):
         return
     if any(importlib.util.find_spec(plugin) for plugin in PLUGINS):
-        import jax  # not above: the command line of a program needs no jax
+        import jax  # deferred: parsing flags needs no jax
 
         jax.config.update("jax_platforms", "cpu")
 
 
 def keep_to_32_bits() -> None:
-    """Turns JAX_ENABLE_X64 off, so that programs compute what they compute without it."""
+    """Turns JAX_ENABLE_X64 off, so that the variable does not change results."""
     if "JAX_ENABLE_X64" in os.environ:
         os.environ["JAX_ENABLE_X64"] = "0"  # for child processes
-    if "jax" in sys.modules:  # it has read its variables already
+    if "jax" in sys.modules:  # jax has read its variables already
         sys.modules["jax"].config.update("jax_enable_x64", False)
 
 
 def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
-    """Run a program and exit with its code, or with 2 after one line for bad input.
+    """Runs a program and exits with its code, or with 2 after one line for bad input.
 
-    Bad input includes a path of the command line that the system refuses, a full disk, too little
+    Bad input includes a path of the command line that the system rejects, a full disk, too little
     memory and a backend that jax cannot start. Ctrl-C exits with 130 and a closed pipe (`| head`)
-    with 141, both without a word. Any other exception is a fault of ours and keeps its traceback,
-    also an OSError about another path. What jax compiles is kept for the next start
-    (`compile_cache`).
+    with 141, both silently. Any other exception is a bug and keeps its traceback, including an
+    OSError about another path. jax's compilation cache is persistent (`compile_cache`).
     """
     streams.prepare()
     compile_cache.use()
@@ -181,7 +180,7 @@ def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
 
 
 def _code_of(main: Main, arguments: list[str] | None) -> object:
-    """The exit code of a program whose output is written; `--help` and refusals of flags exit."""
+    """Runs `main` and flushes stdout; returns the exit code, including that of a SystemExit."""
     try:
         code = main(arguments) or 0
     except SystemExit as end:
@@ -191,9 +190,9 @@ def _code_of(main: Main, arguments: list[str] | None) -> object:
 
 
 def refusal_of(error: BaseException, arguments: list[str] | None = None) -> str | None:
-    """The one line for bad input, and for what the system or jax refuses; None for a fault.
+    """A one-line message for bad input and for errors of the system or jax; None for a bug.
 
-    `arguments` is the command line, which is that of the process by default.
+    `arguments` is the command line, by default that of the process.
     """
     if isinstance(error, InputError):
         return " ".join(str(error).split())
@@ -213,9 +212,9 @@ def refusal_of(error: BaseException, arguments: list[str] | None = None) -> str 
 
 
 def _is_given(path: str, arguments: list[str]) -> bool:
-    """Whether a path is in the command line, below or above such a path, or a file beside one.
+    """Whether a path is in the command line, below or above such a path, or a file next to one.
 
-    A file beside one has its name and more, as a lock or a scratch file has.
+    The name of a file next to a given path, for example a lock, begins with that path's stem.
     """
     found = Path(os.path.abspath(path))
     texts = {part for text in arguments for part in (text, *re.split("[=,]", text)) if part}
@@ -230,7 +229,7 @@ def _is_given(path: str, arguments: list[str]) -> bool:
 
 
 def _memory_refusal(error: BaseException) -> str | None:
-    """The line for too little memory, of Python or of jax on a device."""
+    """The message for exhausted memory of the host or of a jax device, or None."""
     is_jax = type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
     if not isinstance(error, MemoryError) and not is_jax:
         return None
@@ -238,7 +237,7 @@ def _memory_refusal(error: BaseException) -> str | None:
 
 
 def _backend_refusal(error: BaseException) -> str | None:
-    """The line for a backend that jax cannot start, of which some errors of its have no text."""
+    """The message for a backend that jax cannot start, or None; some such errors have no text."""
     starts = error.__traceback__ and traceback.extract_tb(error.__traceback__)[-1]
     own = isinstance(error, AssertionError) and Path(starts.filename).stem == "xla_bridge"
     if not own and not str(error).startswith("Unable to initialize backend"):
@@ -255,14 +254,14 @@ def _backend_refusal(error: BaseException) -> str | None:
 
 
 def _variable_refusal(error: BaseException) -> str | None:
-    """The line for a variable with which jax compiles nothing."""
+    """The message for JAX_DISABLE_JIT, with which jax does not compile, or None."""
     if isinstance(error, ValueError) and str(error).startswith("Disable jit is not supported"):
         return "JAX_DISABLE_JIT is on, and all programs are compiled: unset it"
     return None
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Leaves one line of a plugin that jax cannot load; the reason is the last of its causes."""
+    """Log filter: replaces the traceback of a plugin that fails to load by its first line."""
     if record.exc_info and record.exc_info[1] is not None:
         record.msg = f"{record.getMessage()}: {first_line(record.exc_info[1])}"
         record.args, record.exc_info = (), None
@@ -270,19 +269,19 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 class Progress:
-    """Progress of long work; this one is silent, its children show it on stderr."""
+    """Progress of long work; this class is silent, its subclasses write to stderr."""
 
     def step(self, count: int = 1) -> None:
         """Count units of work as done."""
 
     def note(self, figures: Mapping[str, object]) -> None:
-        """Show figures, such as a loss, beside the count."""
+        """Show figures, such as a loss, next to the count."""
 
     def line(self, text: str) -> None:
-        """Print a line of its own without disturbing the bar."""
+        """Print a separate line without disturbing the bar."""
 
     def close(self) -> None:
-        """Show where the work ended."""
+        """Show the final count."""
 
     def __enter__(self) -> Self:
         return self
@@ -292,7 +291,7 @@ class Progress:
 
 
 class _Bar(Progress):
-    """A bar, for terminals."""
+    """A progress bar, for terminals."""
 
     def __init__(self, total: int | None, label: str, initial: int) -> None:
         self._bar = tqdm(

@@ -1,12 +1,12 @@
-"""Serves a pair to OpenAI's clients over HTTP: completions and chats, many at once.
+"""Serves a target and its drafter over OpenAI's HTTP API, with continuous batching.
 
 python -m infer.serve                                      the bundled pair, for this machine only
 python -m infer.serve --target DIR --draft DIR --slots 32 --max-tokens 4096
 python -m infer.serve --mesh tensor=8,data=2 --distributed   on each of two hosts: one server
 python -m infer.serve --host 0.0.0.0 --api-key-file KEYS --tls-cert C.pem --tls-key K.pem
 
-/v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /version, /ping,
-/health and /metrics answer. SIGTERM lets running answers end first; Ctrl-C does not.
+Paths: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /version, /ping,
+/health and /metrics. SIGTERM lets running requests finish first; Ctrl-C does not.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ from moa_jax.pretrained import Target
 from moa_jax.runtime import multihost
 
 SECRET = "--api-key-file"
-SECONDS_TO_SWITCH = 3e-4  # after which a thread of Python's gives way to another
-SECONDS_TO_END = 3.0  # that several processes, and who is being answered, have when all ends
-KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close them
+SECONDS_TO_SWITCH = 3e-4  # Python's interval between switches of threads
+SECONDS_TO_END = 3.0  # for other processes and running requests, at the end
+KEEP_ALIVE_SECONDS = 75  # longer than clients' own timeouts, so that clients close first
 DEMO_NAME = "moa-jax-demo"
 
 
@@ -70,8 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     keys = read_keys(args.api_key_file) if args.api_key_file else ()
     check_address(args, SECRET, has_secret=bool(keys))
-    # The engine's thread takes the interpreter many times a round, and would wait 5 ms each time
-    # that the server's thread is at work on an answer.
+    # The engine's thread takes the GIL many times per round, and would wait up to 5 ms each time
+    # while the server's thread runs.
     sys.setswitchinterval(SECONDS_TO_SWITCH)
     with cluster.joined(args, parser.prog) as processes:
         check_alike(args)
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
             engine, target = _load(args, group)
             server = _server_of(args, engine, target, keys, log)
             processes.last_words = functools.partial(_abandon, engine, server)
-            log("compile")  # this may take a minute
+            log("compile")  # compilation may take a minute
             engine.prepare()
             engine.start()
             try:
@@ -96,12 +96,12 @@ def main(arguments: list[str] | None = None) -> int:
             group.wait(SECONDS_TO_END)
             processes.say_goodbye()
             leave(code)
-    engine.session.background.leave(code)  # nobody waits for what is compiled for later
+    engine.session.background.leave(code)  # does not wait for background compilation
     return code
 
 
 def _follow(args: argparse.Namespace, processes: multihost.ProcessGroup) -> NoReturn:
-    """Runs the programs that process 0 runs until it ends; SIGTERM is for process 0 alone."""
+    """Runs the programs that process 0 runs until process 0 ends; ignores SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     first = join_group()
     with cluster.first_speaks():
@@ -115,8 +115,8 @@ def _follow(args: argparse.Namespace, processes: multihost.ProcessGroup) -> NoRe
 
 
 def _abandon(engine: Engine, server: OpenAIServer, line: str) -> None:
-    """Tells all who are being answered that the group has ended, and waits until they have it."""
-    server.draining = True  # as its health says until it is gone
+    """Fails all running requests with `line`; waits `SECONDS_TO_END` for their responses."""
+    server.draining = True  # /health shows it until the process ends
     engine.abandon(line)
     end = time.monotonic() + SECONDS_TO_END
     while server.answering and time.monotonic() < end:
@@ -168,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(args: argparse.Namespace, group: Group | None = None) -> tuple[Engine, Target]:
-    """The engine that the flags ask for, not started yet."""
+    """Loads the models; returns an engine that is not started yet, and the target."""
     target, drafter = load_pair(args)
     shape = shape_of(args, drafter and drafter.depth)
     vocabulary = vocabulary_of(args, target, drafter)
@@ -216,15 +216,15 @@ def _server_of(
 
 
 def _name_of(target: str | None) -> str:
-    """The name of a model: a hub id as it is, a folder by its last part."""
+    """The served name of a model: a hub id, or the last part of a folder's path."""
     if target is None:
         return DEMO_NAME
     name = Path(target).resolve().name if Path(target).exists() else target
-    return os.fsencode(name).decode(errors="replace")  # clients see it
+    return os.fsencode(name).decode(errors="replace")  # valid UTF-8 for clients
 
 
 async def _serve(args: argparse.Namespace, server: OpenAIServer, listener: socket.socket) -> int:
-    """Serves until a signal comes; returns the exit code."""
+    """Serves until a signal arrives; returns the exit code."""
     return await serve_until_signal(
         args,
         listener,

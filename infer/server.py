@@ -1,11 +1,11 @@
-"""Serves the target's half of split decoding to infer.client, over a WebSocket.
+"""Serves the target of split decoding to infer.client over a WebSocket.
 
 python -m infer.server                                     clients on this machine only
 python -m infer.server --port 0 --ready-file READY.json    any free port, for scripts
 python -m infer.server --host 0.0.0.0 --token-file TOKEN --tls-cert C.pem --tls-key K.pem
 
-SIGTERM lets running sessions end first; Ctrl-C does not. GET /health tells whether the server
-works, and GET /metrics what it has counted (Prometheus).
+SIGTERM lets running sessions finish first; Ctrl-C does not. GET /health returns the server's
+health, and GET /metrics its Prometheus metrics.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moa_jax.errors import InputError
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.slots import PassSize, Slots
 
-USUAL = 16  # nodes, enough for most drafts: a chain of the default lengths
+USUAL = 16  # nodes: enough for most drafts, such as chains of the default lengths
 SECRET = "--token-file"
 
 
@@ -166,7 +166,7 @@ def _load(
 ) -> tuple[SplitServer, Compile]:
     """Loads the models and compiles the first programs.
 
-    Returns the server, and a function that compiles the other programs while it serves.
+    Returns the server, and a function that compiles the other programs while the server runs.
     """
     target, drafter = load_pair(args, split=True)
     positions = target.config.max_position_embeddings
@@ -181,11 +181,11 @@ def _load(
     )
     first = slots.passes(args.warm or (USUAL,), args.warm_sampled, short=bool(args.warm))
     later = [] if args.warm else [size for size in slots.passes(sampled=True) if size not in first]
-    log("compile", programs=len(first), later=len(later))  # this may take a minute
+    log("compile", programs=len(first), later=len(later))  # compilation may take a minute
     for size in first:
         slots.compile(size)
     text_of = None
-    if args.log_text:  # the ids are shown for a target without a tokenizer
+    if args.log_text:  # token ids for a target without a tokenizer
         has_tokenizer = (target.folder / "tokenizer.json").exists()
         tokenizer = load_tokenizer(target.folder) if has_tokenizer else None
         text_of = detokenizer_of(tokenizer, skip_special=False).decode
@@ -198,7 +198,7 @@ def _load(
 
 
 async def _compile(slots: Slots, passes: Sequence[PassSize], log: Log) -> None:
-    """Compiles programs for passes that are padded until then; a failure is only logged."""
+    """Compiles programs for more pass sizes, until then padded; only logs a failure."""
     for size in passes:
         try:
             await asyncio.to_thread(slots.compile, size)
@@ -210,19 +210,19 @@ async def _compile(slots: Slots, passes: Sequence[PassSize], log: Log) -> None:
 async def _serve(
     args: argparse.Namespace, server: SplitServer, listener: socket.socket, compiling: Compile
 ) -> int:
-    """Serves until a signal comes; returns the exit code."""
+    """Serves until a signal arrives; returns the exit code."""
     return await serve_until_signal(
         args,
         listener,
         server.app,
         ("ws", PATH),
         functools.partial(server.drain, args.drain_seconds),
-        behind=compiling,  # the program under way is finished, no other one is begun
+        behind=compiling,  # a signal lets the current compilation finish
         ws="websockets-sansio",
         ws_max_size=args.max_message_bytes,
         ws_ping_interval=PING_SECONDS,
         ws_ping_timeout=PING_SECONDS,
-        ws_per_message_deflate=False,  # rows are compressed if a client asks for it
+        ws_per_message_deflate=False,  # rows are compressed on a client's request
     )
 
 

@@ -17,13 +17,13 @@ from typing import Any
 from moa_jax.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
-READY_SECONDS = 600.0  # for models to load and compile
+READY_SECONDS = 600.0  # to load and compile the models
 STOP_SECONDS = 15.0
-SIGTERM_CODE = 128 + signal.SIGTERM  # as shells count
+SIGTERM_CODE = 128 + signal.SIGTERM  # as in shells
 
 
 class Child:
-    """A server process that ends with this context manager."""
+    """A server process; the context manager starts and terminates the process."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class Child:
     ) -> None:
         """Runs `program`, for example infer.serve, on a free port.
 
-        The paths of the log and the ready file begin with `place`. `env` is added to the
-        environment of this process. Errors name `of`.
+        The log and the ready file are `place` with the suffixes .log and .json. `env` is added to
+        the environment of the parent process. `of` names the server in errors.
         """
         self.name, self._ready = (
             f"the server of {of}" if of else program,
@@ -45,11 +45,11 @@ class Child:
         )
         self._log = place.with_suffix(".log")
         own = ["--port", "0", "--ready-file", str(self._ready)]
-        # With -P no file in the current folder is run in its place.
+        # With -P a file in the current folder does not shadow the program.
         self._command = [sys.executable, "-P", "-m", program, *own, *flags]
         paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
         self._env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(env or {})}
-        self._env.pop("MOA_PAIR", None)  # the flags name the models, or mean the bundled ones
+        self._env.pop("MOA_PAIR", None)  # the flags, or defaults, name the models
 
     def __enter__(self) -> Child:
         with self._log.open("wb") as log:
@@ -67,7 +67,7 @@ class Child:
     def ready(self) -> dict[str, Any]:
         """Waits for the server; returns its URL and port.
 
-        Raises InputError with the last line of a server that does not start.
+        Raises InputError with the last line of the log if the server does not start.
         """
         end = time.monotonic() + READY_SECONDS
         while not self._ready.exists():
@@ -77,7 +77,7 @@ class Child:
         return json.loads(self._ready.read_text())
 
     def check(self) -> None:
-        """Raises InputError with the last line of a server that has ended."""
+        """Raises InputError with the last line of the log if the server has exited."""
         if (code := self._process.poll()) is not None:
             raise InputError(f"{self.name} ended with code {code}: {self.last_line()}")
 
@@ -87,19 +87,19 @@ class Child:
         return said[-1] if said else "nothing"
 
     def cpu_seconds(self) -> float | None:
-        """CPU time of all threads; None if the system does not report it."""
+        """CPU seconds of all threads of the server; None if the system does not report them."""
         try:
             text = Path(f"/proc/{self._process.pid}/stat").read_text()
         except OSError:
             return None
-        fields = text.rpartition(")")[2].split()  # a name may hold spaces
+        fields = text.rpartition(")")[2].split()  # the process name may contain spaces
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Raises SystemExit on SIGTERM within the block, so that child processes are ended too."""
-    if threading.current_thread() is not threading.main_thread():  # which alone handles signals
+    """Raises SystemExit on SIGTERM within the block, so that child processes end too."""
+    if threading.current_thread() is not threading.main_thread():  # signals need the main thread
         yield
         return
 

@@ -1,11 +1,11 @@
-"""The standard streams of a process, open and tolerant, so that none of them ends its work.
+"""Standard streams that do not end a program: always open, and tolerant of encodings.
 
-stdin    decodes bytes that its encoding lacks to surrogates; the reader of a text refuses these
-stdout   writes letters that its encoding lacks as \\u00e9; its errors name the stream
-stderr   writes such letters likewise, and drops lines that a full device refuses
+stdin    decodes invalid bytes to surrogates, which readers of text reject
+stdout   escapes characters outside its encoding, as \\u00e9; its errors name the stream
+stderr   escapes such characters too, and drops lines that a full device rejects
 
 A stream that is closed at the start becomes the null device. Otherwise the next file that the
-process opens gets the number of the stream, and output of libraries ends in that file.
+process opens would get the stream's descriptor, and libraries would write into that file.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ NAMES = ("stdin", "stdout", "stderr")
 
 
 def prepare() -> None:
-    """Sets up the three streams of `sys`; others than the process's own only get `errors`."""
+    """Sets up the three streams of `sys`; a replaced stream only gets an `errors` mode."""
     for number in range(len(NAMES)):
         try:
             os.fstat(number)
-        except OSError:  # closed; the null device gets the lowest number that is free
+        except OSError:  # closed: the null device gets the lowest free descriptor
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for number, name in enumerate(NAMES):
         if getattr(sys, name) is None:
@@ -40,9 +40,10 @@ def prepare() -> None:
 
 
 def writer(name: str, like: TextIO, number: int | None = None) -> TextIO:
-    """A stream to a descriptor with the encoding and the buffering of `like`, and its descriptor.
+    """A stream to descriptor `number`, by default that of `like`, whose settings it has.
 
-    Letters that the encoding lacks are escaped. `name` is "stdout" or "stderr".
+    The settings are encoding and buffering. Characters outside the encoding are escaped. `name` is
+    "stdout" or "stderr".
     """
     raw = _Descriptor(name, like.fileno() if number is None else number)
     lines = like.line_buffering or like.write_through
@@ -51,12 +52,12 @@ def writer(name: str, like: TextIO, number: int | None = None) -> TextIO:
 
 
 def log_writer() -> TextIO:
-    """A stream to stderr without a buffer; it raises OSError for a line that is not written."""
+    """An unbuffered stream to stderr; raises OSError for a line that is not written."""
     return io.TextIOWrapper(_Descriptor("log", 2), "utf-8", write_through=True)
 
 
 def finish() -> None:
-    """Writes the rest of stdout, or drops it: the interpreter would fail at it when it ends."""
+    """Flushes stdout, or discards its buffer, which would make the interpreter fail at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -65,7 +66,7 @@ def finish() -> None:
 
 
 class _Descriptor(io.FileIO):
-    """A descriptor whose errors name its stream; stderr has errors of closed pipes alone."""
+    """A descriptor whose errors name its stream; stderr only raises for closed pipes."""
 
     def __init__(self, name: str, number: int) -> None:
         super().__init__(number, "w", closefd=False)
@@ -73,7 +74,7 @@ class _Descriptor(io.FileIO):
 
     def write(self, data: Any) -> int:
         try:
-            while (count := super().write(data)) is None:  # another process made it non-blocking
+            while (count := super().write(data)) is None:  # made non-blocking by another process
                 select.select([], [self], [])
             return count
         except OSError as error:

@@ -1,8 +1,8 @@
-"""Flags that several programs share, and what they load.
+"""Flags that several programs share, and the objects that they load.
 
-pair.py        a target and a drafter      vocabulary.py   which tokens may be drafted
-prompts.py     prompts and stop texts      sampling.py     how tokens are chosen
-mesh.py        a mesh of devices           auto.py         which draft comes next
+pair.py        target and drafter          vocabulary.py   draft vocabulary
+prompts.py     prompts                     sampling.py     sampling, stop strings and stop ids
+mesh.py        mesh of devices             auto.py         candidate shapes and costs of mode auto
 cluster.py     several processes           config_file.py  configs as Python files
-alike.py       files that all processes have
+alike.py       compares the files of all processes
 """

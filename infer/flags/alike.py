@@ -1,4 +1,4 @@
-"""The files that all processes of one run must share, compared before any of them is loaded."""
+"""Compares the files that all processes of a run must share, before models are loaded."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from moa_jax.files.folders import TOKENIZER_PATTERNS, file_hash, find_folder
 from moa_jax.files.parts import model_hash
 from moa_jax.runtime import multihost
 
-SETTINGS = ("generation_config.json", *TOKENIZER_PATTERNS)  # of a target, beside its weights
-SHOWN = 12  # digits of a hash
+SETTINGS = ("generation_config.json", *TOKENIZER_PATTERNS)  # files of a target, besides its weights
+SHOWN = 12  # hexadecimal digits of a hash
 
 
 def check_alike(args: argparse.Namespace) -> None:
-    """Raises InputError where processes have other flags, files or versions than process 0.
+    """Raises InputError if a process has other flags, files or versions than process 0.
 
-    Of weights samples are compared, of all other files every byte. Raises InputError besides for
-    flags that contradict each other and for folders that are missing or damaged.
+    Weights are compared by samples, all other files by every byte. Also raises InputError for
+    flags that contradict each other, and for missing or damaged folders.
     """
     if multihost.count() > 1:
-        shown = vars(args).copy()  # before vLLM's JSON is spread over them
+        shown = vars(args).copy()  # before --speculative-config is expanded
         cluster.check_alike(argparse.Namespace(**shown), files_of(args))
 
 
 def files_of(args: argparse.Namespace) -> dict[str, str]:
-    """Hashes of what the flags name, by names for people."""
+    """Hashes of the files that the flags name, by description."""
     target, draft = named_pair(args)
     folder = find_folder(target or DEMO / "target")
     found = {"the target's model": model_hash(folder)}

@@ -1,4 +1,4 @@
-"""Mode auto: which ways a session chooses among, and the table of what they cost here."""
+"""Mode auto: the candidate draft shapes of a session, and their cost table on this machine."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from moa_jax.measure.pricing import NEW, PROMPT, price
 from moa_jax.model.sharding import mesh_of, name_of
 from moa_jax.pretrained import LoadedDrafter, Target
 
-CHAINS = (3, 5, 8)  # depths, beside the drafter's own
+CHAINS = (3, 5, 8)  # depths, besides the drafter's own
 TREE = {"cpu": DraftShape(5, 4, 16)}  # a CPU verifies few tokens at once
 TREE_ELSEWHERE = DraftShape(7, 8, 62)  # the paper's
-FOLDER = "costs"  # in that of compiled programs
-# A draft vocabulary leaves out a few percent of the tokens, each of which ends a draft, so a round
-# must be that much shorter.
+FOLDER = "costs"  # below the folder of the compilation cache
+# A draft vocabulary omits a few percent of the tokens, and an omitted token ends a draft. So rounds
+# with a draft vocabulary must take at most this share of the time of rounds without.
 MOST_OF_A_ROUND = 0.95
 
 
 def ways_of(own: DraftShape, drafter: LoadedDrafter | None = None) -> tuple[DraftShape, ...]:
-    """Plain decoding, the drafter's own shape, chains, and a tree unless candidates are drawn.
+    """Candidate shapes: plain decoding, `own`, chains, and a tree unless candidates are sampled.
 
-    A drafter without weights gets the first two alone: both are compiled before the first round,
-    and the compiler takes no cores from an answer that is hardly drafted.
+    A drafter without weights gets plain decoding and `own` only: both are compiled before the first
+    round, so that the compiler takes no cores from an answer that is hardly drafted.
     """
     if drafter is not None and not drafter.params:
         return PLAIN, own
@@ -46,7 +46,7 @@ def costs_of(
     vocabulary: DraftVocabulary | None,
     weights: str | None,
 ) -> Costs:
-    """The table of this pair on this device, empty where nothing was measured yet."""
+    """The cost table of this pair on this device; empty before the first measurement."""
     size = len(vocabulary.ids_U) if vocabulary else target.config.vocab_size
     kind, mesh = jax.devices()[0].device_kind, mesh_of(target.params)
     place = Place(
@@ -63,7 +63,7 @@ def costs_of(
 
 
 def fill(session: Session, batch: int = 1, keep: bool = True) -> None:
-    """Measures what ways cost where the session's table does not say, and keeps it if told to."""
+    """Times the session's shapes if its cost table lacks one; stores the table if `keep`."""
     if _lacks(session, batch):
         print(
             f"compiling and timing {len(session.ways)} ways to decode, once on this machine",
@@ -75,7 +75,7 @@ def fill(session: Session, batch: int = 1, keep: bool = True) -> None:
 
 
 def fill_meanwhile(session: Session, batch: int = 1) -> None:
-    """`fill` without a word, while somebody types; a program that ends does not wait for it."""
+    """`fill` in the background, silently; stops when the main thread ends."""
     if session.chooser is not None and _lacks(session, batch):
         lives = threading.main_thread().is_alive
 
@@ -97,9 +97,9 @@ def _measure(session: Session, batch: int, *go_on: Callable[[], bool]) -> None:
 
 
 def fill_vocabularies(target: Target, drafter: LoadedDrafter | None, weights: str | None) -> None:
-    """Measures the drafter's own chain with its draft vocabulary and with all tokens, once.
+    """Times the drafter's own chain with its draft vocabulary and with all tokens, once.
 
-    A drafter that brings no vocabulary has nothing to compare.
+    Does nothing for a drafter without a draft vocabulary.
     """
     beside = drafter and vocabulary_beside(target, drafter)
     for vocabulary in (beside, None) if beside else ():
@@ -115,7 +115,7 @@ def fill_vocabularies(target: Target, drafter: LoadedDrafter | None, weights: st
 def vocabulary_pays(
     target: Target, drafter: LoadedDrafter, vocabulary: DraftVocabulary, weights: str | None
 ) -> bool:
-    """Whether the tables of costs say that a round is shorter where it drafts from a vocabulary."""
+    """Whether rounds with the draft vocabulary are shorter, according to the cost tables."""
     narrow, whole = (
         costs.ms(1, own)
         for costs, own in (
@@ -136,14 +136,14 @@ def _own_chain(
 
 
 def folder() -> Path | None:
-    """Where tables of costs lie; None where compiled programs are not kept either."""
+    """The folder of the cost tables; None without a local compilation cache."""
     config = jax.config
     kept = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
-    return Path(kept) / FOLDER if kept and "://" not in kept else None  # jax takes URLs, too
+    return Path(kept) / FOLDER if kept and "://" not in kept else None  # jax accepts URLs
 
 
 def _num_cores() -> int:
-    """Cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

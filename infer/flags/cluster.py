@@ -1,4 +1,4 @@
-"""Flags of a run of several processes, and the context in which they start and end together."""
+"""Flags of runs of several processes, and the context that starts and ends them together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moa_jax.version import __version__
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """--distributed under a launcher that jax detects, else three flags."""
+    """Adds --distributed, --coordinator, --processes, --process and --join-timeout."""
     group = parser.add_argument_group("processes")
     group.add_argument(
         "--distributed",
@@ -51,7 +51,7 @@ def joined(args: argparse.Namespace, program: str) -> Iterator[ProcessGroup]:
     Must be entered before jax starts a backend. Raises InputError for flags that contradict each
     other or are incomplete, and for processes that do not connect.
     """
-    stderr = sys.stderr  # `first_speaks` may redirect it later
+    stderr = sys.stderr  # `first_speaks` may redirect `sys.stderr` later
 
     def say(line: str) -> None:
         stderr.write(f"{program}: {line}\n")
@@ -89,7 +89,7 @@ def first_speaks() -> Iterator[None]:
 def check_alike(args: argparse.Namespace, files: Mapping[str, str]) -> None:
     """Raises InputError if flags, versions or `files`, hashes by name, differ from process 0's.
 
-    Starts no backend.
+    Does not start a backend.
     """
     flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
     del flags["--process"]
@@ -117,12 +117,12 @@ def _check(args: argparse.Namespace) -> None:
 def _detected(timeout_s: int) -> ProcessSpec:
     """The arguments of `jax.distributed.initialize` as jax detects them under a launcher.
 
-    That function detects them itself, but aborts if a process is missing, and there is no public
-    way to ask for them before.
+    `jax.distributed.initialize` detects the arguments itself, but aborts if a process is missing,
+    and jax has no public function that returns them.
     """
-    from jax._src.clusters import ClusterEnv  # the one private import
+    from jax._src.clusters import ClusterEnv  # private, for want of a public function
 
-    address = os.environ.get("JAX_COORDINATOR_ADDRESS")  # overrides the launcher's
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")  # overrides the launcher's address
     spec = ClusterEnv.auto_detect_unset_distributed_params(
         address, None, None, None, None, timeout_s
     )[:3]
@@ -135,7 +135,7 @@ def _detected(timeout_s: int) -> ProcessSpec:
 
 
 def _keep_stdout() -> None:
-    """Redirects descriptor 1 to stderr, since gloo prints its ranks; sys.stdout is kept."""
+    """Redirects descriptor 1 to stderr, since gloo prints its ranks, but not sys.stdout."""
     if sys.stdout is None:  # closed by the caller
         return
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Config files: Python that defines one `config`, as those in configs/ do, and maybe `presets`."""
+"""Config files: Python files that define `config`, as in configs/, and optionally `presets`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from moa_jax.errors import InputError, first_line
 
 Config = TypeVar("Config")
-# By its path: a folder `configs` of one's own would be imported in place of ours.
+# Loaded by path: in an import, a local folder `configs` would shadow this project's.
 SHAPES = runpy.run_path(str(Path(__file__).parents[2] / "configs" / "shapes.py"))["SHAPES"]
-Settings = dict[str, str]  # as flags give them
+Settings = dict[str, str]  # unparsed values by dotted name, as in flags
 
 
 def read_config(path: str, *kinds: type[Config]) -> Config:
@@ -31,14 +31,14 @@ def read_config(path: str, *kinds: type[Config]) -> Config:
 
 
 def presets_of(path: str) -> dict[str, Settings]:
-    """The `presets` of a config file, by their machines; raises InputError as `read_config`."""
+    """The `presets` of a config file, by machine; raises InputError like `read_config`."""
     return _run(path).get("presets", {})
 
 
 def read_preset(path: str, name: str) -> Settings:
-    """The settings for a machine in the `presets` of a config file, by their dotted names.
+    """The settings for a machine in the `presets` of a config file, by dotted name.
 
-    Raises InputError for a file as `read_config` does, and for a preset that it does not have.
+    Raises InputError like `read_config`, and for a preset that the file does not define.
     """
     presets = presets_of(path)
     if name not in presets:
@@ -52,7 +52,7 @@ def _run(path: str) -> dict[str, Any]:
         return runpy.run_path(path)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    except Exception as error:  # a config is Python: it can fail in any way
+    except Exception as error:  # a config is Python code and may raise anything
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f" line {frame.lineno}" for frame in frames if frame.filename == path]
         where = path + "".join(lines[-1:])

@@ -1,4 +1,4 @@
-"""The flag with which a program decodes on several devices."""
+"""The flag --mesh, for decoding on several devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_mesh_flag(group: Any) -> None:
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """Type of --mesh: the sizes of its axes, none for a single device."""
+    """Type of --mesh: axis sizes by name; {} for a single device."""
     sizes: dict[str, int] = {}
     for part in names(text):
         name, _, count = part.partition("=")
@@ -37,14 +37,14 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 
 def as_flag(sizes: dict[str, int]) -> str:
-    """Sizes as --mesh takes them."""
+    """Axis sizes in the format of --mesh."""
     return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def asked_mesh(args: argparse.Namespace) -> Mesh | None:
-    """The mesh that --mesh asks for.
+    """The mesh of --mesh, or None.
 
-    Raises InputError where there are fewer devices, and where a process would have none of them.
+    Raises InputError if the machine has fewer devices, and if a process has no device of the mesh.
     """
     sizes = getattr(args, "mesh", None)  # not all programs that open a target have the flag
     mesh = decoding_mesh(**sizes) if sizes else None

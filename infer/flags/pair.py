@@ -1,4 +1,4 @@
-"""The flags with which every program names its two models and how much a round drafts."""
+"""Flags of target, drafter and draft shape, and the models and sessions that they describe."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from moa_jax.pairs import DEFAULT as DEFAULT_PAIR
 from moa_jax.pairs import DEMO, LOOKUP, PAIRS, locate
 from moa_jax.pretrained import LoadedDrafter, Target, describe_target
 
-BUNDLED = "bundled"  # names the drafter that comes with this package
+BUNDLED = "bundled"  # the name of the drafter that comes with this package
 PAIR_VARIABLE = "MOA_PAIR"
 MODEL = "DIR_OR_GGUF_OR_HUB_ID"
 EXPLICIT = ("plain", "chain", "tree")
@@ -59,7 +59,7 @@ def add_pair_flags(parser: Parser, several: bool = False) -> None:
 
 
 def add_model_flags(parser: Parser, several: bool = False) -> Any:
-    """Add the same flags without vLLM's JSON; returns their group."""
+    """Add the same flags without --mesh and --speculative-config; returns their group."""
     group = parser.add_argument_group("models")
     add_pair_flag(parser, group)
     group.add_argument("--target", metavar=MODEL, help="default: the bundled target")
@@ -82,7 +82,7 @@ def add_model_flags(parser: Parser, several: bool = False) -> Any:
 
 
 def add_pair_flag(parser: Parser, group: Any) -> None:
-    """Add --pair, which sets --target, and --draft where the pair has a drafter of its own."""
+    """Add --pair, which sets --target, and also --draft if the pair has a drafter."""
     group.add_argument(
         "--pair",
         choices=PAIRS,
@@ -93,7 +93,7 @@ def add_pair_flag(parser: Parser, group: Any) -> None:
 
 
 def _use_pair(args: argparse.Namespace) -> None:
-    """Set the models of --pair, or of $MOA_PAIR where the flags name none; raises InputError."""
+    """Sets the models of --pair, or of $MOA_PAIR if flags name no target; raises InputError."""
     if args.pair is not None and args.target is not None:
         raise InputError(f"--pair {args.pair} and --target {args.target}: leave one of them out")
     if args.pair is None:
@@ -130,7 +130,7 @@ def add_weights_flag(group: Any) -> None:
 
 
 def add_draft_flags(parser: argparse.ArgumentParser, chooses: bool = True) -> None:
-    """Add --mode and the flags of a draft's shape; one that never `chooses` has no mode auto."""
+    """Add --mode and the flags of the draft shape; mode auto exists only if `chooses`."""
     group = parser.add_argument_group("drafting")
     about = "how to decode; default: chain"
     if chooses:
@@ -189,15 +189,15 @@ def add_cache_flag(parser: argparse.ArgumentParser) -> None:
 def load_pair(
     args: argparse.Namespace, *, split: bool = False, for_client: bool = False
 ) -> tuple[Target, LoadedDrafter | None]:
-    """Load the two models that the flags name, without a drafter in plain mode.
+    """Loads the target and the drafter that the flags name; the drafter is None in mode plain.
 
-    `split` decoding has no default drafter for a named target. `for_client` loads no weights of the
-    target, and of the drafter what drafting reads, in every mode. Notices go to stderr. Raises
-    InputError for flags that contradict each other, and for models that are missing, damaged or
-    not made for each other.
+    With `split`, a named target has no default drafter. With `for_client`, no target weights are
+    loaded, and only the drafter weights that drafting reads, in every mode. Notices go to stderr.
+    Raises InputError for flags that contradict each other, and for models that are missing, damaged
+    or do not match.
     """
     target_name, draft_name = named_pair(args, split=split, for_client=for_client)
-    if draft_name != args.draft:  # of a target alone
+    if draft_name != args.draft:  # --target without --draft
         has_mode = hasattr(args, "mode") and not hasattr(args, "modes")
         off = " (--mode plain turns it off)" if has_mode else ""
         name = getattr(args, "pair", None) or target_name
@@ -205,7 +205,7 @@ def load_pair(
         args.draft = draft_name
     if args.threads is not None:
         use_cores(args.threads)
-    if for_client:  # a hub id is fetched whole: what is borrowed may lie in any of its files
+    if for_client:  # a hub id is fetched whole: borrowed weights may be in any file
         target = describe_target(find_folder(target_name or DEMO / "target"))
     else:
         target = open_target(target_name, **target_options(args))
@@ -219,11 +219,11 @@ def load_pair(
 def named_pair(
     args: argparse.Namespace, *, split: bool = False, for_client: bool = False
 ) -> tuple[str | None, str | None]:
-    """The folders, hub ids or kinds of target and drafter; None stands for the bundled one.
+    """The folders, hub ids or kinds of target and drafter; None is the bundled model.
 
-    vLLM's JSON is spread over its flags first. A target alone gets prompt lookup, except in `split`
-    decoding, where a drafter must write on when the link is lost. Raises InputError for flags that
-    contradict each other.
+    Expands --speculative-config first. A target without a drafter gets prompt lookup, except in
+    `split` decoding, whose drafter must continue an answer alone when the link is lost. Raises
+    InputError for flags that contradict each other.
     """
     _apply_speculative_config(args)
     if args.draft is None and needs_no_files(args.method):
@@ -243,10 +243,10 @@ def named_pair(
 
 
 def open_target(folder: str | os.PathLike[str] | None, **options: Any) -> Target:
-    """A target that decodes, the bundled one for None.
+    """Loads a target for decoding; None is the bundled target.
 
-    `options` are those of `load_target`, which raises InputError. Its notices go to stderr, and the
-    time to load a GGUF file.
+    `options` are those of `load_target`, which raises InputError. Notices, and the loading time of
+    a GGUF file, go to stderr.
     """
     start = time.perf_counter()
     target = load_target(folder or DEMO / "target", **options)
@@ -255,14 +255,14 @@ def open_target(folder: str | os.PathLike[str] | None, **options: Any) -> Target
     if (target.folder / GGUF_INDEX).is_file():
         seconds = time.perf_counter() - start
         print(f"loaded {target.folder.name} in {seconds:.1f} s", file=sys.stderr)
-    # Here rather than in each session: those find it done, and no weight is held twice.
+    # Done here once, so that several sessions share the weights instead of each holding a copy.
     return target._replace(params=for_decoding(Weights(target.params, None)).target)
 
 
 def open_drafter(
     folder: str | os.PathLike[str] | None, target: Target, **options: Any
 ) -> LoadedDrafter:
-    """A drafter that decodes, the bundled one for None; its notices go to stderr.
+    """Loads a drafter for decoding; None is the bundled drafter. Notices go to stderr.
 
     `options` are those of `load_drafter`, which raises InputError.
     """
@@ -273,12 +273,12 @@ def open_drafter(
 
 
 def target_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What --dtype, --weights and --mesh say, as `load_target` takes it; raises InputError."""
+    """The options of `load_target` from --dtype, --weights and --mesh; raises InputError."""
     return {"dtype": dtype_of(args), "weights": args.weights, "mesh": asked_mesh(args)}
 
 
 def drafter_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say of a drafter whose files do not say it, as `load_drafter` takes it."""
+    """The options of `load_drafter` from --method and --target-layer-inference."""
     return {flag: getattr(args, flag) for flag in ("method", "target_layer_inference")}
 
 
@@ -290,34 +290,34 @@ def dtype_of(args: argparse.Namespace) -> Any:
 def use_cores(count: int) -> None:
     """Pins this process to `count` of its cores, those with the fewest other pinned processes.
 
-    jax counts the cores when it starts its threads.
+    Must run before jax starts its threads, whose number depends on the cores of the process.
     """
-    if not hasattr(os, "sched_setaffinity"):  # Linux has it
+    if not hasattr(os, "sched_setaffinity"):  # Linux only
         return
     with open(__file__, "rb") as file:
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)  # two programs that start together choose in turn
+            fcntl.flock(file, fcntl.LOCK_EX)  # concurrent starts choose in turn
         own = os.sched_getaffinity(0)
         taken = _pinned_processes(own)
         os.sched_setaffinity(0, sorted(own, key=lambda core: (taken[core], core))[:count])
 
 
 def _pinned_processes(own: set[int]) -> Counter[int]:
-    """By core, the number of other processes that are pinned to some of the cores `own`."""
+    """Number of other processes that are pinned to a part of the cores `own`, by core."""
     found: Counter[int] = Counter()
     for name in os.listdir("/proc"):
         if name.isdecimal() and int(name) != os.getpid():
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 cores = os.sched_getaffinity(int(name))
                 if not cores >= own and Path("/proc", name, "cmdline").read_bytes():
-                    found.update(cores)  # threads of the kernel have no command line
+                    found.update(cores)  # kernel threads have no command line
     return found
 
 
 def shape_of(args: argparse.Namespace, own_depth: int | None) -> DraftShape:
-    """The draft that the flags ask for, else the drafter's own; raises InputError if impossible.
+    """The draft shape of the flags, else the drafter's own; raises InputError for invalid flags.
 
-    In mode auto it is what is drafted as long as nothing is known.
+    Mode auto uses this shape until costs and acceptance rates are available.
     """
     tokens = args.num_speculative_tokens
     depth = args.depth if tokens is None else tokens + 1
@@ -340,24 +340,24 @@ def shape_of(args: argparse.Namespace, own_depth: int | None) -> DraftShape:
 
 
 def asked_mode(args: argparse.Namespace) -> str:
-    """The mode that the flags ask for.
+    """The mode of the flags, or the default: auto, or chain with a depth or sampled candidates.
 
-    Whoever gives a depth wants a chain of it. Who draws candidates gets one too, since their text
-    depends on how many are drafted: a seed gives the same text again.
+    With sampled candidates the tokens depend on the number of drafted tokens, so a fixed chain
+    makes the answer of a seed reproducible.
     """
     sized = args.depth is not None or args.num_speculative_tokens is not None
     return args.mode or ("chain" if sized or args.sampled_drafts else AUTO)
 
 
 def kind_of(shape: DraftShape) -> str:
-    """Which of the explicit modes a shape belongs to."""
+    """The explicit mode of a shape: plain, chain or tree."""
     if not shape.num_drafted:
         return "plain"
     return "chain" if shape.is_chain else "tree"
 
 
 def mode_of(session: Session) -> str:
-    """Which of MODES a session decodes in."""
+    """The mode of a session: auto if the session has a chooser, else the mode of its shape."""
     return AUTO if session.chooser is not None else kind_of(session.shape)
 
 
@@ -369,9 +369,9 @@ def open_session(
     vocabulary: DraftVocabulary | None = None,
     **rows: int | None,
 ) -> Session:
-    """The session that the flags ask for.
+    """Creates the session that the flags describe.
 
-    `vocabulary` is what `infer.flags.vocabulary` chose. `rows` are settings of `Session`:
+    `vocabulary` comes from `infer.flags.vocabulary`. `rows` are keyword arguments of `Session`:
     `cache_rows`, `least_rows` and `top_logprobs`.
     """
     shape = shape_of(args, drafter and drafter.depth)
@@ -394,7 +394,7 @@ def _read_paths(path: str) -> Any:
 
 
 def _apply_speculative_config(args: argparse.Namespace) -> None:
-    """Spread vLLM's JSON over our flags; raise InputError for what has no flag."""
+    """Expands vLLM's JSON into flags; raises InputError for keys without a flag."""
     given = getattr(args, "speculative_config", None) or {}
     args.speculative_config = None
     unknown = sorted(set(given) - set(_SPECULATIVE))

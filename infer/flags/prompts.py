@@ -1,4 +1,4 @@
-"""The flags that name prompts, and the token ids of the prompts that they name."""
+"""Flags that name prompts, and the token ids of these prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moa_jax.data.report import unread_lines
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError
 
-BYTE_ORDER_MARK = "\ufeff"  # that some editors and shells put before a text
+BYTE_ORDER_MARK = "\ufeff"  # some editors and shells put this before text
 
 
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
@@ -36,15 +36,15 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def tokenizer_of(folder: Path) -> Any | None:
-    """The tokenizer in a target's folder; None where there is none, and token ids must do."""
+    """The tokenizer in a target's folder; None without a tokenizer.json."""
     return load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
 
 
 def prompts_of(args: argparse.Namespace, tokenizer: Any | None) -> Iterator[list[int]]:
-    """Yield the prompts of the flags, or the one on stdin where that is no terminal.
+    """Yields the prompts of the flags, else the prompt on stdin unless stdin is a terminal.
 
-    Raises InputError for an empty file, and for a bad line with its place. A line on stderr names
-    the keys of a file that are not read.
+    Raises InputError for an empty file, and for an invalid line with its location. Prints the
+    unread keys of a file on stderr.
     """
     if args.prompt_ids is not None:
         yield args.prompt_ids
@@ -63,7 +63,7 @@ def prompts_of(args: argparse.Namespace, tokenizer: Any | None) -> Iterator[list
 
 
 def prompts_in(path: str, tokenizer: Any | None, limit: int | None = None) -> Iterator[list[int]]:
-    """Yield the first prompts of a file; raises InputError and prints as `prompts_of`."""
+    """Yields the first `limit` prompts of a file; raises and prints like `prompts_of`."""
     unread: Counter[str] = Counter()
     total = shorter = 0
     for place, record in itertools.islice(corpora.read_numbered(path), limit):
@@ -88,7 +88,7 @@ def prompts_in(path: str, tokenizer: Any | None, limit: int | None = None) -> It
 def _prompt_of(
     record: dict[str, Any], tokenizer: Any | None
 ) -> tuple[list[int], tuple[str, ...], bool]:
-    """The prompt of a record, its keys that are not read, and whether an answer is left off."""
+    """The prompt of a record, its unread keys, and whether messages after the prompt remain."""
     answers = [each for each in records.answers_of(record) or () if isinstance(each, dict)]
     token_ids = (answers[-1] if answers else record).get("prompt_ids")
     if token_ids is not None:
@@ -101,12 +101,12 @@ def _prompt_of(
 
 
 def asking(text: str, tokenizer: Any | None) -> list[int]:
-    """The prompt of a single message; raises InputError without a tokenizer."""
+    """The prompt of a single user message; raises InputError without a tokenizer."""
     return after([{"role": "user", "content": text}], tokenizer)
 
 
 def after(messages: Sequence[records.Message], tokenizer: Any | None) -> list[int]:
-    """The prompt that asks for an answer to a conversation; raises InputError as `asking`."""
+    """The prompt for the next answer in a conversation; raises InputError like `asking`."""
     if tokenizer is None:
         raise InputError("the target's folder has no tokenizer.json: use --prompt-ids")
     return chat.prompt_ids(tokenizer, messages)

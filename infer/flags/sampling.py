@@ -1,4 +1,4 @@
-"""The flags that say how tokens are chosen and where an answer ends."""
+"""Flags of sampling and of the end of an answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moa_jax.errors import InputError
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Add temperature, cuts of the distribution, penalties, stops and the longest answer."""
+    """Add the flags of `Sampling`, of stop strings and stop ids, and of the longest answer."""
     group = parser.add_argument_group("answers")
     group.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
     add_law_flags(group)
@@ -62,14 +62,14 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_law_flags(group: Any) -> None:
-    """Add temperature, and the cuts that all servers know."""
+    """Add --temperature, --top-k and --top-p."""
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     group.add_argument("--top-k", type=int, default=0, help="keep the k likeliest; 0 keeps all")
     group.add_argument("--top-p", type=float, default=1.0, help="keep this much probability")
 
 
 def seed(text: str) -> int:
-    """Type of a flag that takes a seed; -1 draws one, which stands for the flag from then on."""
+    """Type of a flag that takes a seed; -1 is replaced by a random seed."""
     try:
         return Sampling(seed=int(text)).seeded().seed
     except InputError as error:
@@ -77,7 +77,7 @@ def seed(text: str) -> int:
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    """The settings of the first prompt; raises InputError for values out of range."""
+    """The `Sampling` of the first prompt; raises InputError for values out of range."""
     return Sampling(
         temperature=args.temperature,
         top_k=args.top_k,
@@ -92,7 +92,7 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 
 def check_stop_ids(stop_ids: Sequence[int] | None, vocab_size: int) -> None:
-    """Raise InputError for an id that no answer can hold."""
+    """Raises InputError for an id outside the vocabulary."""
     for token in stop_ids or ():
         if not is_id(token, vocab_size):
             raise InputError(
@@ -102,9 +102,9 @@ def check_stop_ids(stop_ids: Sequence[int] | None, vocab_size: int) -> None:
 
 
 def stopper(tokenizer: Any, texts: Sequence[str]) -> StopWhen | None:
-    """The `stop_when` of a session that ends answers at these texts; None where there are none.
+    """The `stop_when` of a session that ends answers at these stop strings; None without any.
 
-    Raises InputError for a text that the tokenizer never writes.
+    Raises InputError for a string that the tokenizer never produces.
     """
     if not texts:
         return None

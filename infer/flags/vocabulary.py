@@ -1,4 +1,4 @@
-"""The flag that narrows what is drafted, and the vocabulary that it leads to."""
+"""The flag --draft-vocabulary, and the draft vocabulary that the flag selects."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def add_vocabulary_flag(group: Any) -> None:
 def vocabulary_of(
     args: argparse.Namespace, target: Target, drafter: LoadedDrafter | None
 ) -> DraftVocabulary | None:
-    """What --draft-vocabulary names, else the default, of which a line on stderr tells.
+    """The vocabulary of --draft-vocabulary, else the default, which is reported on stderr.
 
-    None is the target's whole vocabulary. Raises InputError as `load_vocabulary`.
+    None is the target's whole vocabulary. Raises InputError like `load_vocabulary`.
     """
     asked = args.draft_vocabulary
     if asked == NONE:
@@ -56,9 +56,9 @@ def vocabulary_of(
 def default_of(
     target: Target, drafter: LoadedDrafter, weights: str | None
 ) -> DraftVocabulary | None:
-    """The vocabulary that a drafter brings, where the target is large or its rounds are shorter.
+    """The drafter's vocabulary if the target's is large or rounds are measured shorter, else None.
 
-    Raises InputError as `load_vocabulary`.
+    Raises InputError like `load_vocabulary`.
     """
     if found := default_vocabulary(target, drafter):
         return found

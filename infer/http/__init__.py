@@ -1,4 +1,4 @@
-"""HTTP parts that `infer.server` and `infer.serve` share around their applications.
+"""HTTP modules that `infer.server` and `infer.serve` share.
 
 address.py   flags, a bound port, certificates, the ready file
 auth.py      tokens and API keys: read from files, compared

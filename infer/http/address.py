@@ -17,7 +17,7 @@ from moa_jax.errors import InputError, first_line
 from moa_jax.files.folders import write_whole
 from moa_jax.files.places import check_file
 
-PING_SECONDS = 20.0  # between pings, and again until the pong must have come
+PING_SECONDS = 20.0  # between pings; also the timeout of a pong
 DRAIN_SECONDS = 30.0
 
 
@@ -50,7 +50,7 @@ def add_limits(
 def check_address(args: argparse.Namespace, secret: str, has_secret: bool) -> None:
     """Raises InputError for unusable files, and for a public host without a secret.
 
-    A path that cannot be read raises OSError.
+    Raises OSError for a path that cannot be read.
     """
     if not (has_secret or args.open or is_loopback(args.host)):
         raise InputError(
@@ -58,7 +58,7 @@ def check_address(args: argparse.Namespace, secret: str, has_secret: bool) -> No
         )
     _check_certificate(args.tls_cert, args.tls_key)
     if args.ready_file is not None:
-        # A server that was killed may have left a link without its file.
+        # A killed server may have left a symbolic link without its file.
         ready = Path(os.path.realpath(args.ready_file))
         check_file("--ready-file", ready)
         if ready.is_file() and not _is_ready_file(ready):
@@ -66,9 +66,9 @@ def check_address(args: argparse.Namespace, secret: str, has_secret: bool) -> No
 
 
 def bind(host: str, port: int, ready_file: str | None = None) -> socket.socket:
-    """Binds a socket that does not listen yet; raises InputError if the system refuses.
+    """Binds a socket that does not listen yet; raises InputError if the system rejects the address.
 
-    Removes the ready file of an earlier server, which would announce this one too early.
+    Removes the ready file of an earlier server, which would announce this server too early.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -89,12 +89,12 @@ def bind(host: str, port: int, ready_file: str | None = None) -> socket.socket:
         listener.close()
         raise unusable(host, port, error) from error
     if ready_file is not None and Path(ready_file).is_file():
-        Path(os.path.realpath(ready_file)).unlink()  # a link to it stays
+        Path(os.path.realpath(ready_file)).unlink()  # a symbolic link to the file stays
     return listener
 
 
 def unusable(host: str, port: int, error: OSError) -> InputError:
-    """The error for an address that the system refuses."""
+    """The error for an address that the system rejects."""
     if error.errno == errno.EADDRINUSE:
         return InputError(f"port {port} of {host} is in use: choose another --port, or 0 for any")
     return InputError(f"port {port} of {host}: {error.strerror}: choose another --host or --port")
@@ -111,7 +111,7 @@ def announce(args: argparse.Namespace, listener: socket.socket, scheme: str, pat
 
 
 def _is_ready_file(path: Path) -> bool:
-    """True for a file that a server wrote, or an empty one."""
+    """True for a ready file that a server wrote, and for an empty file."""
     with path.open("rb") as file:
         return file.read(16).startswith((b'{"url": ', b"{}")) or not path.stat().st_size
 
@@ -131,7 +131,7 @@ def _check_certificate(certificate: str | None, key: str | None) -> None:
             raise InputError("--tls-key without --tls-cert: give both")
         return
     for path in filter(None, (certificate, key)):
-        Path(path).open("rb").close()  # OSError names the file, load_cert_chain does not
+        Path(path).open("rb").close()  # this OSError names the file, unlike load_cert_chain
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key, password=lambda: "")

@@ -12,7 +12,7 @@ from moa_jax.errors import InputError
 def read_token(path: str) -> str:
     """Returns the token in a file, one word.
 
-    Raises InputError if it cannot be sent in a header, and OSError if the file cannot be read.
+    Raises InputError if the token cannot be sent in a header, OSError if the file cannot be read.
     """
     return _checked(_read(path).strip(), path, "a token is")
 
@@ -20,7 +20,7 @@ def read_token(path: str) -> str:
 def read_keys(path: str) -> tuple[str, ...]:
     """Returns the keys in a file, one per line; skips empty lines and comments (#).
 
-    Raises as `read_token`, and InputError for a file without keys.
+    Raises like `read_token`, and InputError for a file without keys.
     """
     lines = (line.strip() for line in _read(path).splitlines())
     keys = [line for line in lines if line and not line.startswith("#")]

@@ -1,4 +1,4 @@
-"""The log of a server: one JSON object per line on stderr, without texts, tokens or secrets."""
+"""The log of a server: one JSON object per line on stderr, without user text, tokens or secrets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EventLog:
     """Writes events from its own thread, so a full pipe does not block the server.
 
     The context manager writes the remaining events on exit. An event is dropped if `most` events
-    are queued already, or if the stream refuses the write; the next event that is written has the
+    are queued already, or if the stream rejects the write; the next event that is written has the
     number of dropped events as `lost_events`.
     """
 
@@ -70,7 +70,7 @@ class EventLog:
 
 
 def place_of(error: BaseException) -> str:
-    """Returns the type of an exception and its last lines; its text may contain user text."""
+    """Returns the type of an exception and its last lines; its message may contain user text."""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     lines = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames]
     return f"{type(error).__name__} at {' < '.join(reversed(lines))}"
@@ -79,7 +79,7 @@ def place_of(error: BaseException) -> str:
 class WarningHandler(logging.Handler):
     """Turns warnings of uvicorn and moa_jax into events of a log, without their tracebacks.
 
-    Within the context manager these warnings are written to the log alone.
+    Within the context manager these warnings are written only to the log.
     """
 
     def __init__(self, log: Log) -> None:
@@ -98,7 +98,7 @@ class WarningHandler(logging.Handler):
         for logger in self._loggers:
             logger.addHandler(self)
             logger.propagate = False
-        self._loggers[0].setLevel(logging.WARNING)  # uvicorn says more
+        self._loggers[0].setLevel(logging.WARNING)  # uvicorn logs more by default
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -32,7 +32,7 @@ async def serve_until_signal(
 
     `args` has the flags of `add_address_flags`, and `url` is the scheme and the path. SIGTERM
     awaits `drain`; a second signal ends the drain. `stop` ends the remaining requests, also after
-    Ctrl-C. `behind` runs beside the server until the first signal. `settings` are uvicorn's.
+    Ctrl-C. `behind` runs concurrently until the first signal. `settings` are uvicorn's.
     """
     config = uvicorn.Config(
         app,
@@ -81,7 +81,7 @@ class _Server(uvicorn.Server):
         return contextlib.nullcontext()
 
     async def ready(self, serving: asyncio.Task[None]) -> None:
-        """Waits until connections are accepted; raises the error if the server ends before."""
+        """Waits until connections are accepted; raises the error of a server that ends first."""
         while not self.started:
             if serving.done():
                 serving.result()

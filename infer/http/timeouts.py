@@ -1,9 +1,9 @@
-"""A deadline for requests, which uvicorn does not have.
+"""A deadline for incoming requests, which uvicorn does not have.
 
 uvicorn's `timeout_keep_alive` covers idle connections between two requests, and a middleware runs
-only after all headers came. So a connection that sends nothing, or one byte at a time, would stay
-open forever. `TimedHttp` uses attributes of H11Protocol that uvicorn does not document, so
-pyproject.toml bounds uvicorn to the minor versions that are tested.
+only after all headers have arrived. So a connection that sends nothing, or one byte at a time,
+would stay open forever. `TimedHttp` uses attributes of H11Protocol that uvicorn does not document,
+so pyproject.toml bounds uvicorn to the minor versions that are tested.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TimedHttp(H11Protocol):
         self._deadline = self.loop.call_later(REQUEST_SECONDS, self._expire, self.scope)
 
     def _expire(self, scope: object) -> None:
-        """Aborts the connection if the request of the deadline, known by `scope`, is incomplete."""
+        """Aborts the connection if the request of the deadline, that of `scope`, is incomplete."""
         self._deadline = None
         if self.transport.is_closing() or not self._is_incomplete():
             return

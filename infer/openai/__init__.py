@@ -1,17 +1,17 @@
-"""An OpenAI server on the engine, for `infer.serve`.
+"""OpenAI's HTTP API on the engine, for `infer.serve`.
 
-One request passes through these files from top to bottom, and the answer comes back up:
+A request passes through these files from top to bottom, its response from bottom to top:
 
-    app.py         OpenAIServer: paths, keys, bodies, errors, clients that leave
+    app.py         OpenAIServer: paths, keys, bodies, errors, clients that disconnect
     requests.py    a body as a GenerationRequest, with every field checked
-    responses.py   answers as JSON and as events, in the shapes of completions and of chats
-    streams.py     RequestStream: the choices of a request, from the engine's news to text
+    responses.py   answers as JSON and as events, in the formats of completions and of chats
+    streams.py     RequestStream: the choices of a request, from the engine's output to text
     decode/engine  in moa_jax: continuous batching
 
-Beside them:
+Other files:
 
     model.py       Model: the name, the limits and the tokenizer
     tokens.py      single tokens as text and bytes
-    errors.py      OpenAI's shape of errors
+    errors.py      errors in OpenAI's format
     metrics.py     /metrics
 """

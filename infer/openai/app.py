@@ -1,4 +1,4 @@
-"""The HTTP side: paths, keys, bodies, errors, and what becomes of a request whose client leaves."""
+"""The HTTP application: paths, keys, bodies, errors, and cancellation on disconnect."""
 
 from __future__ import annotations
 
@@ -49,30 +49,30 @@ from infer.openai.tokens import TokenTexts
 from moa_jax.decode.engine import Engine
 from moa_jax.version import __version__
 
-OPEN_PATHS = ("/health", "/ping")  # for those who only look whether the server lives
-DISCARDED, DISCARD_SECONDS = 1 << 26, 5.0  # of a body that is too large, before it is refused
+OPEN_PATHS = ("/health", "/ping")  # health checks, which need no key
+DISCARDED, DISCARD_SECONDS = 1 << 26, 5.0  # read of an oversized body before the error
 JSON = "application/json"
-CLIENT_GONE = 499  # a status for the log: nobody receives it
+CLIENT_GONE = 499  # a status for /metrics only: the client is gone
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclasses.dataclass(frozen=True)
 class ServingLimits:
-    """What one request may bring, and how long it may take."""
+    """Limits of the size and the time of a request."""
 
     max_body_bytes: int = 1 << 22
-    body_seconds: float = 30.0  # until a body must have come
-    request_seconds: float = 600.0  # from a request to the end of its answer
-    send_seconds: float = 30.0  # that a client may take to accept what was written
+    body_seconds: float = 30.0  # for the client to send the body
+    request_seconds: float = 600.0  # from arrival to the end of the answer
+    send_seconds: float = 30.0  # for the client to accept a write
 
 
 class ClientLeft(Exception):
-    """The client has left."""
+    """The client has disconnected."""
 
 
 class OpenAIServer:
-    """The application, and what its requests share."""
+    """The ASGI application, and the state that its requests share."""
 
     def __init__(
         self,
@@ -83,12 +83,12 @@ class OpenAIServer:
         limits: ServingLimits | None = None,
         keys: tuple[str, ...] = (),
     ) -> None:
-        """With `keys` clients must present one of them."""
+        """If `keys` are given, clients must send one of these keys."""
         self.engine, self.model, self.metrics, self.log = engine, model, metrics, log
         self.limits, self.draining = limits or ServingLimits(), False
         self.answering: set[RequestStream] = set()
         self._keys, self._token_texts = keys, TokenTexts(model.tokenizer)
-        # Texts are read one after the other beside the event loop, which long ones would block.
+        # One thread parses all bodies and tokenizes their text, which would block the event loop.
         self._reader = ThreadPoolExecutor(1, "reader")
         paths: list[tuple[str, str, Handler]] = [
             ("POST", "/v1/completions", self._completions),
@@ -106,10 +106,11 @@ class OpenAIServer:
         routes = [Route(path, self._guarded(do), methods=[verb]) for verb, path, do in paths]
         handlers = {HTTPException: self._no_such}
         self.app = Starlette(routes=routes, exception_handlers=handlers)
-        self.app.router.redirect_slashes = False  # to http://, with the key, behind a proxy's TLS
+        # Behind a TLS proxy a redirect would lead to http://, with the key.
+        self.app.router.redirect_slashes = False
 
     async def drain(self, seconds: float) -> None:
-        """Refuses new requests, and gives those that are being answered this long."""
+        """Rejects new requests, and gives running requests `seconds` to finish."""
         self.log("drain", requests=len(self.answering))
         self.draining = True
         end = time.monotonic() + seconds
@@ -120,7 +121,7 @@ class OpenAIServer:
             await asyncio.sleep(0.02)
 
     def stop(self) -> None:
-        """Refuses new requests, and tells those that are being answered that the server ends."""
+        """Rejects new requests, and ends running requests with the error of a stopping server."""
         self.draining = True
         for answering in self.answering:
             answering.stop()
@@ -141,20 +142,20 @@ class OpenAIServer:
         return reply(self.model.card())
 
     async def _tokenize(self, request: Request) -> Response:
-        """Token ids of a `prompt`, or of `messages` in the chat template, as vLLM has it."""
+        """Token ids of a `prompt`, or of `messages` in the chat template, as in vLLM."""
         ids = await self._read(await self._body(request), tokens_of)
         most = self.model.max_tokens
         return reply({"count": len(ids), "max_model_len": most, "tokens": list(ids)})
 
     async def _detokenize(self, request: Request) -> Response:
-        """The text of `tokens`, as vLLM has it."""
+        """The text of `tokens`, as in vLLM."""
         return reply({"prompt": await self._read(await self._body(request), text_of)})
 
     async def _version(self, request: Request) -> Response:
         return reply({"version": __version__})
 
     async def _health(self, request: Request) -> Response:
-        """Status 200 while the server takes requests; 503 while it drains or its engine fails."""
+        """Status 200 while the server accepts requests; 503 while draining or the engine fails."""
         state = "draining" if self.draining else "ok" if self.engine.healthy else "failing"
         return reply({"status": state}, 200 if state == "ok" else UNAVAILABLE)
 
@@ -166,11 +167,11 @@ class OpenAIServer:
     async def _answer(
         self, request: Request, read: Callable[[dict[str, Any], Model], GenerationRequest]
     ) -> Response:
-        """Answers a request with as many choices as it asks for."""
+        """Generates all choices of a request, as one response or as an event stream."""
         began = time.monotonic()
         self._check_open()
         generation = await self._read(await self._body(request), read)
-        self._check_open()  # the body may have taken a while
+        self._check_open()  # draining may begin while the body arrives
         answering = RequestStream(generation, self.engine, self.model, self.metrics, began)
         answering.submit()
         replies = Replies(answering, self._token_texts)
@@ -196,21 +197,21 @@ class OpenAIServer:
             raise self.too_long() from None
 
     def seconds_left(self, answering: RequestStream) -> float:
-        """How long an answer may still take."""
+        """Seconds until the deadline of the request."""
         return answering.began + self.limits.request_seconds - time.monotonic()
 
     def too_long(self) -> APIError:
-        """What to say of a request that took too long."""
+        """The error of a request that exceeds `request_seconds`."""
         seconds = self.limits.request_seconds
         return APIError(
             TOO_LONG,
             f"no answer within {seconds:g} s: ask for fewer tokens, or later",
             code="timeout",
-            headers={"x-should-retry": "false"},  # openai's clients would ask twice more at once
+            headers={"x-should-retry": "false"},  # openai's client would retry twice at once
         )
 
     def ended(self, answering: RequestStream, id: str) -> None:
-        """Counts and logs an answer that has ended, however it did, and frees what it held."""
+        """Cancels unfinished choices; records the ended request in the metrics and the log."""
         finished = [(choice.finish, choice.num_tokens) for choice in answering.choices]
         answering.cancel()
         self.answering.discard(answering)
@@ -230,14 +231,14 @@ class OpenAIServer:
     # ---- bodies, keys and errors ---------------------------------------------------------------
 
     async def _read(self, body: bytes, read: Callable[[dict[str, Any], Model], T]) -> T:
-        """The result of `read` for the object in a body."""
+        """The result of `read` for the JSON object in a body, computed in the reader thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._reader, lambda: read(object_of(body), self.model))
 
     async def _body(self, request: Request) -> bytes:
-        """The body; raises APIError for one that is no JSON, too large, or does not come."""
+        """The body; raises APIError for another content type, a large body and a slow client."""
         kind = request.headers.get("content-type", "")
-        # Pages of other sites may send anything else unasked, and bodies without a type, too.
+        # Browsers let pages of other sites send other content types, or none, without a preflight.
         if kind.partition(";")[0].strip().lower() != JSON:
             message = f"content-type is {kind[:60] or 'missing'}: send {JSON}"
             raise APIError(BAD_TYPE, message, code="unsupported_media_type")
@@ -253,7 +254,7 @@ class OpenAIServer:
             raise APIError(SLOW_BODY, f"the body did not come within {seconds:g} s") from None
         if size > most:
             parts.clear()
-            with contextlib.suppress(TimeoutError):  # who is still sending would not see an answer
+            with contextlib.suppress(TimeoutError):  # a client that sends reads no reply
                 async with asyncio.timeout(DISCARD_SECONDS):
                     while more and size < DISCARDED:
                         part, more = await _next_part(request)
@@ -263,7 +264,7 @@ class OpenAIServer:
         return b"".join(parts)
 
     def _guarded(self, do: Handler) -> Handler:
-        """A handler for clients with a key, whose errors have OpenAI's shape."""
+        """Wraps a handler: checks the key, and converts exceptions to OpenAI's error format."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -283,7 +284,7 @@ class OpenAIServer:
             raise stopping()
 
     def _check_key(self, request: Request) -> None:
-        if not self._keys or request.scope["path"] in OPEN_PATHS:  # no header changes that
+        if not self._keys or request.scope["path"] in OPEN_PATHS:  # no header changes the path
             return
         if not is_bearer(request.headers.get("authorization", ""), self._keys):
             raise APIError(
@@ -294,7 +295,7 @@ class OpenAIServer:
             )
 
     async def _no_such(self, request: Request, error: Exception) -> Response:
-        """The answer to a path or a method that is not there."""
+        """The response to an unknown path or method."""
         status = error.status_code if isinstance(error, HTTPException) else FAULT
         path = request.scope["path"][:100]
         message = f"{path}: nothing answers there: see /v1/models, /v1/completions"
@@ -306,20 +307,20 @@ class OpenAIServer:
         return self.refused(APIError(status, message, code=code, headers=headers))
 
     def refusal_of(self, error: Exception) -> APIError:
-        """A refusal itself, or what a client is told of a fault of ours; the log says where."""
+        """An APIError as is; any other exception as status 500, with its location in the log."""
         if isinstance(error, APIError):
             return error
         self.log("error", what=place_of(error))
         return APIError(FAULT, "the server failed at this request")
 
     def refused(self, refusal: APIError) -> Response:
-        """A refusal as a response; it is logged without what the user wrote."""
+        """The response for an APIError; the log entry contains no user text."""
         self.log("refuse", status=refusal.status, param=refusal.param, code=refusal.code)
         return reply(refusal.content(), refusal.status, refusal.headers)
 
 
 class EventStream(Response):
-    """A streamed answer: events as they come, until the end or until the client leaves."""
+    """A streamed response: sends events until the request ends or the client disconnects."""
 
     media_type = "text/event-stream"
     charset = "utf-8"
@@ -335,7 +336,7 @@ class EventStream(Response):
             await send(start)
             await unless_gone(receive, self._write(send))
             await self._send(send, b"", more=False)
-        except (ClientLeft, OSError):  # nobody is there who could be told
+        except (ClientLeft, OSError):  # the client has disconnected
             pass
         finally:
             self._server.ended(self._answering, self._replies.id)
@@ -347,7 +348,7 @@ class EventStream(Response):
                     await self._send(send, data)
         except ClientLeft:
             raise
-        except Exception as error:  # the status was sent long ago
+        except Exception as error:  # the status is already sent
             refusal = self._server.refusal_of(error)
             self._server.refused(refusal)
             await self._send(send, event(refusal.content()))
@@ -368,7 +369,7 @@ class EventStream(Response):
             yield data
 
     async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
-        """Sends an event; raises ClientLeft if the client does not accept it in time."""
+        """Sends an event; raises ClientLeft for a client that disconnects or does not read."""
         try:
             async with asyncio.timeout(self._server.limits.send_seconds):
                 await send({"type": "http.response.body", "body": data, "more_body": more})
@@ -380,7 +381,7 @@ class EventStream(Response):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of work that ends when the client leaves; raises ClientLeft then."""
+    """The result of `work`; on a disconnect, cancels `work` and raises ClientLeft."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_leave(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -399,7 +400,7 @@ async def _leave(receive: Receive) -> None:
 
 
 async def _next_part(request: Request) -> tuple[bytes, bool]:
-    """The next part of a body, and whether more will come; raises ClientLeft if the client left."""
+    """The next part of a body, and whether more parts follow; raises ClientLeft on a disconnect."""
     message = await request.receive()
     if message["type"] == "http.disconnect":
         raise ClientLeft
@@ -407,5 +408,5 @@ async def _next_part(request: Request) -> tuple[bytes, bool]:
 
 
 def reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """JSON as a response."""
+    """A JSON response."""
     return Response(as_json(content), status, headers, JSON)

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class APIError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`param` is the wrong field, and `code` a word for programs."""
+        """`param` is the invalid field, and `code` a machine-readable name."""
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.headers = dict(headers or {})
 
     def content(self) -> dict[str, Any]:
-        """The error as an object for JSON."""
+        """The error as a JSON-ready dictionary."""
         kind = "invalid_request_error"
         if self.status >= FAULT:
             kind = "server_error"
@@ -40,22 +40,22 @@ class APIError(Exception):
 
 
 def bad(param: str | None, message: str, code: str | None = None) -> APIError:
-    """The error for a wrong field."""
+    """The error for an invalid field."""
     return APIError(BAD, message, param=param, code=code)
 
 
 def stopping() -> APIError:
-    """The error of a server that shuts down; another one may replace it soon."""
+    """The error of a server that shuts down; Retry-After is short, for a replacement server."""
     message = "the server is stopping: ask another one, or later"
     return APIError(UNAVAILABLE, message, headers={"Retry-After": "1"})
 
 
 def as_json(content: Any) -> bytes:
-    """Compact JSON in ASCII; lone surrogates in a user's text are escaped, too."""
+    """Compact JSON in ASCII; lone surrogates of user text are escaped too."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
 def shown(value: Any) -> str:
-    """A value of a request as JSON for an error's line, cut where it is long."""
+    """A value of a request as JSON for an error message, cut to 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

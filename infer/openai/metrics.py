@@ -1,4 +1,4 @@
-"""The server's metrics in Prometheus' text format, under the names of vLLM where it has one."""
+"""The server's metrics in Prometheus' text format, under vLLM's names if vLLM has the metric."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SHORT = (0.0005, *SECONDS[:11])
 TOKENS = tuple(2**power for power in range(17))
-LONGEST_WAIT = 60  # seconds; the most in a Retry-After
+LONGEST_WAIT = 60  # seconds; the largest Retry-After
 
 
 class ServingMetrics:
-    """The metrics of one server, in a registry of its own."""
+    """The metrics of one server, in a separate registry."""
 
     def __init__(self, model: str, engine: Engine) -> None:
         self._registry = CollectorRegistry()
@@ -40,7 +40,7 @@ class ServingMetrics:
         self._replies = Counter(
             "moa:http_replies", "Replies by status", ["status"], registry=self._registry
         )
-        self._mean_seconds = 1.0  # of the last requests
+        self._mean_seconds = 1.0  # of recent requests, a moving average
 
     def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
         text = name.replace("_", " ")
@@ -51,16 +51,16 @@ class ServingMetrics:
         return Counter(name, text, self._names, registry=self._registry).labels(*self._values)
 
     def gave(self, count: int) -> None:
-        """Counts tokens of an answer up to its stop text."""
+        """Counts tokens of an answer, up to the end of its stop string."""
         self._tokens.inc(count)
 
     def took(self, seconds: float, count: int) -> None:
-        """Counts `count` tokens of one delta, this long after the delta before."""
+        """Records `count` tokens of one delta, `seconds` after the previous delta."""
         for _ in range(count):
             self._between.observe(seconds / count)
 
     def ended(self, seconds: float, prompt: int, generated: list[tuple[str, int]]) -> None:
-        """Counts a request: its time, tokens of its prompts, and (reason, tokens) of choices."""
+        """Records a request: its seconds, prompt tokens, and (reason, tokens) per choice."""
         self._latency.observe(seconds)
         self._prompt.observe(prompt)
         self._mean_seconds += (seconds - self._mean_seconds) / 16
@@ -69,7 +69,7 @@ class ServingMetrics:
             self._generated.observe(tokens)
 
     def replied(self, status: int) -> None:
-        """Counts a reply."""
+        """Counts a reply by status."""
         self._replies.labels(str(status)).inc()
 
     def seconds_until_room(self, load: Load) -> int:
@@ -83,7 +83,7 @@ class ServingMetrics:
 
 
 class _EngineCollector:
-    """Reads the engine's counters at each request for the metrics."""
+    """Reads the engine's counters at each scrape."""
 
     def __init__(self, engine: Engine, names: tuple[str, ...], values: tuple[str, ...]) -> None:
         self._engine, self._names, self._values = engine, names, values
@@ -132,7 +132,7 @@ class _EngineCollector:
 
 
 def _named(way: DraftShape) -> str:
-    """A draft shape as a label: plain, or the kind with its depth and its drafted tokens."""
+    """A draft shape as a label: `plain`, `chain DEPTH` or `tree DEPTH/DRAFTED`."""
     if not way.num_drafted:
         return "plain"
     return f"chain {way.depth}" if way.is_chain else f"tree {way.depth}/{way.num_drafted}"

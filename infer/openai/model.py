@@ -18,13 +18,13 @@ from moa_jax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The model that is served; without a tokenizer prompts and answers are token ids."""
+    """The served model; without a tokenizer, prompts and answers are token ids."""
 
     name: str
     tokenizer: Any | None
     vocab_size: int
     eos_ids: tuple[int, ...]
-    max_tokens: int  # of a prompt with its answer
+    max_tokens: int  # of a sequence: prompt and answer
     max_prompt: int
     created: int  # seconds since 1970
 
@@ -41,7 +41,7 @@ class Model:
             )
 
     def ids_of(self, text: str, param: str, special: bool = True) -> tuple[int, ...]:
-        """A text as tokens; with `special` the tokenizer adds its own at the ends.
+        """The token ids of a text; with `special`, the tokenizer adds special tokens at the ends.
 
         Raises APIError for a text that is much too long, and without a tokenizer.
         """
@@ -52,27 +52,27 @@ class Model:
         return tuple(found["input_ids"])
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The text of tokens; without a tokenizer their ids."""
+        """The text of token ids; without a tokenizer the ids themselves."""
         return detokenizer_of(self.tokenizer, skip_special=False).decode(ids)
 
     def offsets_of(self, text: str, ids: Sequence[int], special: bool = True) -> tuple[int, ...]:
-        """The offset of each token in the text of a prompt; special tokens have a neighbour's."""
+        """Offsets by token in a prompt's text; special tokens have the offset of a neighbour."""
         if self.tokenizer is not None and self.tokenizer.is_fast:
             options = {"return_offsets_mapping": True, "verbose": False}
             found = self.tokenizer(text, add_special_tokens=special, **options)
             if tuple(found["input_ids"]) == tuple(ids):
                 begins, ends = zip(*found["offset_mapping"], strict=True)
-                # Some tokenizers leave the space before a token out of its place.
+                # Some tokenizers exclude the space before a token from the token's span.
                 tiled = map(min, begins, (0, *ends))
                 return tuple(itertools.accumulate(tiled, max))
         written, begins = GrowingText(self.tokenizer, skip_special=False), []
-        for token in ids:  # of a prompt of ids, or of a tokenizer without offsets
+        for token in ids:  # ids without a text, or a tokenizer without offsets
             written.add([token])
             begins.append(min(written.begin, len(text)))
         return tuple(begins)
 
     def ids_after(self, messages: list[Message], generation_prompt: bool) -> tuple[int, ...]:
-        """A conversation as tokens; raises APIError for a model without a chat template."""
+        """The token ids of a conversation; raises APIError for a model without a chat template."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise bad(
                 "messages",
@@ -88,7 +88,7 @@ class Model:
         return self.ids_of(text, "messages", special=False)
 
     def check_characters(self, count: int, param: str) -> None:
-        """Raises APIError before a text is tokenized that is too long for `max_prompt` tokens."""
+        """Raises APIError for a text with too many characters for `max_prompt` tokens."""
         if count > self.max_prompt * self._longest_token:
             raise self._too_long(param, f"more than {self.max_prompt}")
 
@@ -118,5 +118,5 @@ class Model:
 
     @functools.cached_property
     def _longest_token(self) -> int:
-        """Characters of the longest token."""
+        """Number of characters of the longest token."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)

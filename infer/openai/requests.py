@@ -1,8 +1,8 @@
-"""Bodies of requests, decoded and checked field by field.
+"""Parses request bodies and validates each field.
 
-Fields are OpenAI's, and those that vLLM adds to them; msgspec checks their types and ranges. A
-field that would change the answer and is not supported here is refused by name; other unknown
-fields do nothing, as with vLLM, and their names are logged.
+The fields are those of OpenAI and those that vLLM adds; msgspec checks types and ranges. An
+unsupported field that would change the answer is rejected by name; other unknown fields are
+ignored, as in vLLM, and their names are logged.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from moa_jax.data.records import Message, text_of_part
 from moa_jax.errors import InputError
 
 MOST_CHOICES, MOST_LOGPROBS = 128, 20
-DEFAULT_TOKENS = 16  # of a completion, as with OpenAI and vLLM; a chat may fill the target
+DEFAULT_TOKENS = 16  # of a completion, as in OpenAI and vLLM; a chat may fill the context
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 SAMPLING = "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty".split()
-# Fields that would change the answer. Each has the values that ask for nothing.
+# Unsupported fields that would change the answer, with the values that have no effect.
 Unsupported = dict[str, tuple[Any, ...]]
 UNSUPPORTED: Unsupported = dict.fromkeys(
     "tools functions audio suffix prediction web_search_options prompt_logprobs prompt_embeds "
@@ -47,10 +47,10 @@ UNSUPPORTED: Unsupported = dict.fromkeys(
     "return_tokens_as_token_ids": (False,),
 }
 UNSUPPORTED_IN_MESSAGES: Unsupported = {"tool_calls": (), "function_call": (), "audio": ()}
-# Fields of one of the two paths, which would be ignored at the other.
+# Fields of one of the two APIs, which the other API would ignore.
 OF_CHATS: Unsupported = {"messages": (), "top_logprobs": ()}
 OF_COMPLETIONS: Unsupported = {"prompt": (), "add_special_tokens": (False,)}
-# Fields that change nothing. The log does not name them.
+# Fields without an effect, which are not logged.
 SILENT = set(
     "model user metadata store service_tier safety_identifier prompt_cache_key parallel_tool_calls "
     "spaces_between_special_tokens request_id priority".split()
@@ -74,12 +74,12 @@ class SharedFields(msgspec.Struct, kw_only=True):
     stream_options: dict[str, Any] | None = None
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] = 0  # -1 and 0 keep all
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] = 0  # -1 and 0 keep all tokens
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = -1  # draws one, as with vLLM
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = -1  # random, as in vLLM
     logit_bias: Annotated[dict[Annotated[int, Meta(ge=0)], Bias], Meta(max_length=1024)] = {}
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] = []
     stop_token_ids: Annotated[list[Any], Meta(max_length=32)] = []
@@ -131,23 +131,23 @@ class TokenFields(msgspec.Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One prompt, with its text where the answer repeats it."""
+    """One prompt, with its text if `echo` returns the text."""
 
-    field: str  # that holds the prompt
+    field: str  # of the body that has the prompt
     ids: tuple[int, ...]
     text: str = ""
-    offsets: tuple[int, ...] = ()  # of its tokens in the text, where their log-probabilities follow
+    offsets: tuple[int, ...] = ()  # of its tokens in `text`, for prompt log-probabilities
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationRequest:
-    """A request that can be answered: `fields.n` choices per prompt."""
+    """A valid request: `fields.n` choices per prompt."""
 
     chat: bool
-    fields: SharedFields  # as they were sent
+    fields: SharedFields  # as sent
     prompts: tuple[Prompt, ...]
-    new_tokens: tuple[int, ...]  # at most, for each prompt
-    sampling: Sampling  # of the first choice; each next one adds 1 to the seed
+    new_tokens: tuple[int, ...]  # at most, by prompt
+    sampling: Sampling  # of choice 0; choice i adds i to the seed
     stops: tuple[str, ...]
     stop_ids: tuple[int, ...]
     top_logprobs: int | None
@@ -176,10 +176,10 @@ def _not_json(name: str) -> Any:
 
 
 def read_fields(kind: type[F], body: Mapping[str, Any], parent: str = "") -> F:
-    """A body's fields as an object of this kind; null counts as absent.
+    """The fields of a body as an object of type `kind`; null counts as absent.
 
-    `parent` stands before names in errors, as in `stream_options.`. Raises APIError for a wrong
-    field.
+    `parent` is the prefix of names in errors, for example `stream_options.`. Raises APIError for
+    an invalid field.
     """
     found = {}
     for field in msgspec.structs.fields(kind):
@@ -189,7 +189,7 @@ def read_fields(kind: type[F], body: Mapping[str, Any], parent: str = "") -> F:
             found[field.name] = msgspec.convert(value, field.type, str_keys=True)
         except msgspec.ValidationError as error:
             raise wrong(f"{parent}{field.name}", value, str(error).lower()) from error
-        except UnicodeEncodeError as error:  # half of a surrogate pair in the key of an object
+        except UnicodeEncodeError as error:  # a lone surrogate in the key of an object
             raise wrong(f"{parent}{field.name}", value, "expected Unicode") from error
         if isinstance(value, str) and not is_utf8(value):
             raise wrong(f"{parent}{field.name}", value, "expected Unicode")
@@ -197,12 +197,12 @@ def read_fields(kind: type[F], body: Mapping[str, Any], parent: str = "") -> F:
 
 
 def wrong(name: str, value: Any, expected: str, code: str | None = None) -> APIError:
-    """The error for a field with a wrong value."""
+    """The error for a field with an invalid value."""
     return bad(name, f"{name} is {shown(value)}: {expected}", code)
 
 
 def reject_unsupported(body: Mapping[str, Any], table: Unsupported, parent: str = "") -> None:
-    """Raises APIError for a field of `table` whose value is none of those that ask for nothing."""
+    """Raises APIError for a field of `table` with a value that would have an effect."""
     for name, silent in table.items():
         value = body.get(name)
         if value in (None, [], {}, ""):
@@ -240,7 +240,7 @@ def chat_of(body: dict[str, Any], model: Model) -> GenerationRequest:
         raise wrong("echo", True, "a chat does not repeat its messages")
     if fields.top_logprobs is not None and not fields.logprobs:
         raise bad("top_logprobs", "top_logprobs goes with logprobs: give logprobs true, or neither")
-    reject_unsupported(body, UNSUPPORTED | OF_COMPLETIONS)  # before a template sees the messages
+    reject_unsupported(body, UNSUPPORTED | OF_COMPLETIONS)  # before the template reads the messages
     ids = model.ids_after(_messages(fields.messages), generation_prompt=True)
     model.check_length("messages", ids)
     prompts = [Prompt("messages", ids)]
@@ -250,7 +250,7 @@ def chat_of(body: dict[str, Any], model: Model) -> GenerationRequest:
 
 
 def tokens_of(body: dict[str, Any], model: Model) -> tuple[int, ...]:
-    """The tokens of a body for /tokenize: of a `prompt`, or of `messages` in the chat template."""
+    """The token ids for a body of /tokenize: of `prompt`, or of `messages` in the template."""
     model.check_name(body.get("model"))
     fields = read_fields(TokenFields, body)
     if (fields.prompt is None) == (fields.messages is None):
@@ -261,7 +261,7 @@ def tokens_of(body: dict[str, Any], model: Model) -> tuple[int, ...]:
 
 
 def text_of(body: dict[str, Any], model: Model) -> str:
-    """The text of a body for /detokenize."""
+    """The text for a body of /detokenize."""
     model.check_name(body.get("model"))
     fields = read_fields(TokenFields, body)
     ids = ids_of(fields.tokens, "tokens", model)
@@ -271,7 +271,7 @@ def text_of(body: dict[str, Any], model: Model) -> str:
 
 
 def _messages(messages: list[Any] | None) -> list[Message]:
-    """The messages of a chat: texts of system, user and assistant; raises APIError."""
+    """The messages of a chat: text by system, user and assistant; raises APIError."""
     if messages is None:
         raise wrong("messages", None, "give a list of messages, each with role and content")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -293,7 +293,7 @@ def _message(message: Any, place: str) -> Message:
 
 
 def _part(part: Any, place: str) -> str:
-    """The text of a part of a message, which must be text."""
+    """The text of a part of a message; raises APIError for parts of other types."""
     try:
         return text_of_part(part)
     except InputError as error:
@@ -335,7 +335,7 @@ def _request(
     new_tokens: tuple[int, ...],
     top_logprobs: int | None,
 ) -> GenerationRequest:
-    """The part of a request that both APIs share."""
+    """Builds a request from the fields that both APIs share; raises APIError."""
     chat = isinstance(fields, ChatFields)
     if len(prompts) * fields.n > MOST_CHOICES:
         message = f"n is {fields.n} for {len(prompts)} prompts: give at most {MOST_CHOICES} in all"
@@ -363,7 +363,7 @@ def _request(
 
 
 def _unknown(body: Mapping[str, Any], known: set[str], parent: str = "") -> tuple[str, ...]:
-    """Names of unknown fields that have a value."""
+    """Names of unknown fields whose value is not null."""
     names = (name for name, value in body.items() if value is not None and name not in known)
     return tuple(f"{parent}{name}" for name in sorted(names))
 
@@ -371,7 +371,7 @@ def _unknown(body: Mapping[str, Any], known: set[str], parent: str = "") -> tupl
 def _new_tokens(
     fields: SharedFields, prompts: list[Prompt], model: Model, least: int, default: int | None
 ) -> tuple[int, ...]:
-    """The most tokens after each prompt; `default` None is as many as fit; raises APIError."""
+    """The most new tokens per prompt; `default` None is all that fit; raises APIError."""
     older, newer = fields.max_tokens, fields.max_completion_tokens
     if None not in (older, newer) and older != newer:
         raise bad("max_tokens", "max_tokens differs from max_completion_tokens: give one of them")
@@ -397,7 +397,7 @@ def _sampling_of(fields: SharedFields, model: Model) -> Sampling:
     settings["logit_bias"] = tuple(item for item in sorted(fields.logit_bias.items()) if item[1])
     try:
         return Sampling(**settings).seeded()
-    except InputError as error:  # its line begins with the name
+    except InputError as error:  # the message begins with the name
         raise bad(str(error).partition(" ")[0], str(error)) from error
 
 
@@ -411,7 +411,7 @@ def _stops_of(fields: SharedFields, model: Model) -> tuple[str, ...]:
 
 
 def _stop_ids_of(fields: SharedFields, model: Model) -> tuple[int, ...]:
-    """The ids that end an answer: the model's own, unless they are ignored, and more."""
+    """Token ids that end an answer: the model's unless `ignore_eos`, and `stop_token_ids`."""
     own = () if fields.ignore_eos else model.eos_ids
     more = ids_of(fields.stop_token_ids, "stop_token_ids", model)
     return tuple(dict.fromkeys((*own, *more)))

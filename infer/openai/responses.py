@@ -1,4 +1,4 @@
-"""Responses in OpenAI's two formats, completions and chats, whole or as events of a stream."""
+"""Responses in OpenAI's two formats, completions and chats, whole or as stream events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI and vLLM write this
 
 
 class Replies:
-    """The responses to one request."""
+    """Builds the response to one request, whole or as events."""
 
     def __init__(self, stream: RequestStream, token_texts: TokenTexts) -> None:
         self._stream, self._request = stream, stream.request
@@ -38,7 +38,7 @@ class Replies:
     async def whole(self, deltas: list[Delta]) -> bytes:
         """The response with all choices, as JSON.
 
-        Writing log-probabilities takes long, so other tasks run after each choice.
+        Serializing log-probabilities is slow, so other tasks run after each choice.
         """
         choices = []
         for choice, delta in zip(self._stream.choices, deltas, strict=True):
@@ -49,7 +49,7 @@ class Replies:
         return b'%s,"choices":[%s]}' % (as_json(rest)[:-1], b",".join(choices))
 
     def events(self, choice: Choice, delta: Delta) -> Iterator[bytes]:
-        """The events of a stream for a delta of a choice."""
+        """The stream events for a delta of a choice."""
         first = choice.index not in self._begun
         self._begun.add(choice.index)
         rest: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
@@ -80,7 +80,7 @@ class Replies:
         return reply
 
     def _choice(self, choice: Choice, delta: Delta, name: str) -> dict[str, Any]:
-        """A choice; `name` is the field for the text of a chat."""
+        """A choice as a JSON-ready dictionary; `name` is the field with the text of a chat."""
         found: dict[str, Any] = {"index": choice.index}
         if self._request.chat:
             found[name] = {"content": delta.text} if delta.text or name == "message" else {}
@@ -131,7 +131,7 @@ class Replies:
         }
 
     def _top_and_chosen(self, token: int, likely: Likely) -> dict[str, float]:
-        """The most likely tokens, and the chosen one among them."""
+        """Log-probabilities of the top tokens and the chosen token, by text."""
         pairs = (*self._top(likely), (token, likely.logprob))
         return {self._text_of(other): _finite(logprob) for other, logprob in pairs}
 
@@ -143,7 +143,7 @@ class Replies:
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """One event of a stream."""
+    """One server-sent event."""
     return b"data: " + as_json(content) + b"\n\n"
 
 

@@ -5,8 +5,8 @@
                                                                     Delta
     a client's task     changed.wait, Choice.take  <------------------'
 
-Output is decoded to text when it arrives, whether the client reads or not. A stop text ends its
-answer at once, the deltas of a slow client are merged into one, and the engine never waits.
+Output is detokenized on arrival, whether the client reads or not. A stop string ends its answer at
+once, the deltas of a slow client are merged into one, and the engine never waits.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Delta:
 
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
-    scored: list[ScoredToken] = dataclasses.field(default_factory=list)  # with log-probabilities
-    finish: str = ""  # "stop", "length" or "" so far
-    stop_reason: int | str | None = None  # the stop text or the id of `stop_token_ids`
+    scored: list[ScoredToken] = dataclasses.field(default_factory=list)  # if requested
+    finish: str = ""  # "stop", "length", or "" before the end
+    stop_reason: int | str | None = None  # the stop string or the id of `stop_token_ids`
 
     def __bool__(self) -> bool:
         return bool(self.text or self.token_ids or self.scored or self.finish)
 
 
 class Choice:
-    """One answer of a request."""
+    """One choice of a request."""
 
     def __init__(self, stream: RequestStream, index: int, prompt: int) -> None:
         """Choice `index` of a request, for prompt `prompt`."""
@@ -68,7 +68,7 @@ class Choice:
             skip_special=request.fields.skip_special_tokens,
             behind=() if request.chat else self._echoed.ids,
         )
-        self._num_scored = self._num_shown = 0  # tokens and characters of the prompt
+        self._num_scored = self._num_shown = 0  # echoed tokens and characters of the prompt
         self._delta = Delta("" if request.prompt_logprobs else self._echoed.text)
 
     def on_output(self, news: News) -> None:
@@ -100,7 +100,7 @@ class Choice:
             self._stream.timed(self, self._write(news))
         if self._text.stop is not None:
             self._end("stop", self._text.stop)
-            self._stream.engine.cancel(self.ticket)  # the engine has no stop texts
+            self._stream.engine.cancel(self.ticket)  # the engine does not check stop strings
         elif news.finish in ("stop", "length"):
             self._delta.text += self._text.end()
             own = self._stream.model.eos_ids
@@ -111,7 +111,7 @@ class Choice:
             self._stream.fail(news)
 
     def _echo(self, likely: Sequence[Likely | None]) -> None:
-        """Adds the next tokens of the prompt and their text."""
+        """Adds the next tokens of the prompt, their log-probabilities and their text."""
         prompt, begin = self._echoed, self._num_scored
         end = begin + len(likely)
         shown = prompt.offsets[end] if end < len(prompt.ids) else len(prompt.text)
@@ -121,7 +121,7 @@ class Choice:
         self._num_scored, self._num_shown = end, shown
 
     def _write(self, news: News) -> int:
-        """Adds tokens to the delta, one by one for log-probabilities; returns their number."""
+        """Adds tokens to the delta, one by one with log-probabilities; returns the number added."""
         tokens, delta, text = list(news.token_ids), self._delta, self._text
         keep_stop = self._request.fields.include_stop_str_in_output
         hidden = tokens[-1:] if news.finish == "stop" and not keep_stop else []
@@ -177,7 +177,7 @@ class RequestStream:
         """Submits all choices to the engine, or none; raises APIError."""
         request = self.request
         most = self.engine.load().slots + self.engine.max_waiting
-        if len(self.choices) > most:  # the queue is never long enough
+        if len(self.choices) > most:  # more than the queue can ever hold
             name = "n" if request.fields.n > 1 else "prompt"
             raise bad(name, f"{name}: {len(self.choices)} choices: ask for {most} at most")
         try:
@@ -205,20 +205,20 @@ class RequestStream:
             raise bad("messages" if request.chat else "prompt", str(error)) from error
 
     async def parts(self) -> AsyncIterator[tuple[Choice, Delta]]:
-        """Yields the deltas of all choices until they have ended; raises the request's failure."""
+        """Yields deltas of the choices until all have ended; raises the request's failure."""
         async for _ in self._changes():
             for choice in self.choices:
                 if delta := choice.take():
                     yield choice, delta
 
     async def whole(self) -> list[Delta]:
-        """All choices once they have ended, each as one delta; raises the request's failure."""
+        """One delta per choice, after all have ended; raises the request's failure."""
         async for _ in self._changes():
             pass
         return [choice.take() for choice in self.choices]
 
     async def _changes(self) -> AsyncIterator[None]:
-        """Yields now and after each change, for the last time after the end of all choices."""
+        """Yields at once and after each change, the last time when all choices have ended."""
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -258,17 +258,17 @@ class RequestStream:
 
     def fail(self, news: News) -> None:
         """Ends the request with the failure of one of its choices."""
-        if news.finish == "cancelled":  # by an engine that closes
+        if news.finish == "cancelled":  # by a closing engine
             self.stop()
         else:
             self._failure = APIError(FAULT, news.error or "the engine failed")
 
     def failed(self, error: Exception) -> None:
-        """Ends the request with an exception, which its own task raises."""
+        """Ends the request with an exception, which the client's task raises."""
         self._failure = error
 
     def timed(self, choice: Choice, count: int) -> None:
-        """Counts a choice's new tokens and the time since the ones before."""
+        """Records a choice's new tokens, and the time since its previous tokens, in the metrics."""
         self.metrics.gave(count)
         now, before = time.monotonic(), self._seen[choice.index]
         self._seen[choice.index] = now

@@ -6,11 +6,11 @@ import functools
 import re
 from typing import Any
 
-BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte in vocabularies of SentencePiece
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte token of SentencePiece
 
 
 class TokenTexts:
-    """The text of single tokens, which is computed once per token."""
+    """Text and bytes of single tokens, computed once per token."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
@@ -19,9 +19,9 @@ class TokenTexts:
         self._word = ("", []) if tokenizer is None else _word_of(tokenizer)
 
     def __call__(self, token: int) -> tuple[str, bytes]:
-        """The token's text and its bytes; without a tokenizer its id.
+        """The token's text and its bytes; without a tokenizer those of the token id.
 
-        A token that is a part of a character has the text `bytes:\\xe2\\x82`, as OpenAI writes it.
+        A token that is a part of a character has the text `bytes:\\xe2\\x82`, as in OpenAI's API.
         """
         if token not in self._known:
             self._known[token] = self._found(token)
@@ -43,7 +43,7 @@ class TokenTexts:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
 
     def _after_a_word(self, token: int) -> str:
-        """The token's text; alone, some tokenizers would drop the space before it."""
+        """The token's text after a word: some tokenizers drop the leading space of a lone token."""
         decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
         word, ids = self._word
         text = decode([*ids, token])
@@ -51,16 +51,16 @@ class TokenTexts:
 
 
 def _word_of(tokenizer: Any) -> tuple[str, list[int]]:
-    """The text and the tokens of a word; none if the text is incomplete."""
+    """The text and the token ids of a word; empty if the text is incomplete."""
     ids = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     text = tokenizer.decode(ids, skip_special_tokens=False)
     return ("", []) if text.endswith("\ufffd") else (text, ids)
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """The byte of each character in byte-level vocabularies.
+    """Bytes by character in byte-level vocabularies.
 
-    Printable bytes of Latin-1 are their own characters, the others are U+0100 and up in order.
+    Printable Latin-1 bytes are the characters themselves, other bytes are U+0100 and up in order.
     """
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printed]

@@ -1,11 +1,11 @@
-"""Other software on the same weights and prompts, each in a process of its own.
+"""Other software on the same weights and prompts, each in a separate process.
 
-A peer is a program beside this file that nothing imports: it reads a JSON document from stdin,
-writes one to stdout, and may use what the project itself does without.
+A peer is a program in this folder that no module imports: the peer reads a JSON document from
+stdin, writes one to stdout, and may use packages that the project itself does not require.
 
 transformers_generate.py  greedy decoding by transformers, plain and with prompt lookup
-transformers_logits.py    logits of transformers, with which infer.check compares
-unpickle.py               rewrites pickled weights as safetensors; a command of its own
+transformers_logits.py    logits of transformers, the reference of infer.check
+unpickle.py               rewrites pickled weights as safetensors; a separate command
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 from moa_jax.errors import InputError
 
-# And the packages that each needs; accelerate reads GGUF files.
+# The packages that each peer requires; accelerate reads GGUF files.
 PEERS = {"transformers": ("torch", "transformers", "accelerate")}
 
 
 def check_peer(name: str, flag: str = "--compare") -> None:
-    """Raise InputError for a peer that is not known or lacks a package."""
+    """Raises InputError for an unknown peer, and for a peer with a missing package."""
     if name not in PEERS:
         raise InputError(f"{flag} {name}: known are {', '.join(PEERS)}")
     for package in PEERS[name]:
@@ -35,14 +35,14 @@ def check_peer(name: str, flag: str = "--compare") -> None:
 def run_peer(
     name: str, task: dict[str, Any], flag: str = "--compare", work: str = "generate"
 ) -> dict[str, Any]:
-    """The answer of `{name}_{work}.py` to a task; InputError with its last line if it fails."""
+    """Runs `{name}_{work}.py` on a task; raises InputError with its last line if the run fails."""
     program = Path(__file__).with_name(f"{name}_{work}.py")
     done = subprocess.run(
         [sys.executable, str(program)],
         input=json.dumps(task),
         capture_output=True,
         text=True,
-        errors="replace",  # of libraries, in any encoding
+        errors="replace",  # output of libraries, in any encoding
     )
     if done.returncode:
         line = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]

@@ -1,13 +1,13 @@
-"""Greedy decoding by transformers: `generate` as it is, and with prompt lookup.
+"""Greedy decoding by transformers: plain `generate`, and `generate` with prompt lookup.
 
-A program of its own: a task as JSON on stdin, a document on stdout.
+A separate program: reads a task as JSON from stdin, writes a document to stdout.
 
     in    {"folder", "prompts": [[id, ...]], "max_new_tokens", "stop_ids", "dtype", "repeats"}
     out   {"versions", "device", "threads", "peers": [{"peer", "runs": [{"batch", "token_ids",
            "tokens", "seconds", "passes"}]}]}
 
-`seconds` begin where the first pass, the one over the prompt, ends; `tokens` are all but the
-first, also where prompt lookup gained more than one from that pass, and `passes` those after it.
+`seconds` begin at the end of the first pass, the prefill. `tokens` counts all tokens but the first,
+even if prompt lookup gained several from the prefill. `passes` counts the passes after the prefill.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WAYS = {
 
 
 class Clock:
-    """Counts passes of the model and notes when the first one ended."""
+    """Counts passes of the model and records the time at which the first pass ended."""
 
     def __init__(self) -> None:
         self.passes, self.began = 0, 0.0
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _runs(model: Any, task: dict[str, Any], ways: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every prompt `repeats` times, after a first time that is left out."""
+    """Runs every prompt `repeats` times, after a warm-up run that is not recorded."""
     runs = []
     for repeat in range(task["repeats"] + 1):
         for index, prompt in enumerate(task["prompts"]):

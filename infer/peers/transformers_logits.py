@@ -1,9 +1,9 @@
 """Logits of transformers in float32, on the CPU or a GPU.
 
-A program of its own: a task as JSON on stdin, a document on stdout.
+A separate program: reads a task as JSON from stdin, writes a document to stdout.
 
     in    {"model": a folder or a .gguf file, "sequences": [[id, ...]], "folder"}
-    out   {"versions"}, and in the folder 0.npy, 1.npy, ...: the logits (T, V) of each sequence
+    out   {"versions"}, and in the folder 0.npy, 1.npy, ...: the logits (T, V) per sequence
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import transformers
 
 
 def load(path: str | Path) -> Any:
-    """A model in float32, ready to run: of a folder, or of a GGUF file as transformers reads it."""
+    """Loads a float32 model for inference from a folder, or from a GGUF file by transformers."""
     path, file = Path(path), {}
     if path.suffix == ".gguf":
         path, file = path.parent, {"gguf_file": path.name}

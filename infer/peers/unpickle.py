@@ -1,9 +1,9 @@
-"""Rewrites a folder's pytorch_model*.bin as safetensors, once, for programs that read no pickles.
+"""Rewrites a folder's pytorch_model*.bin as safetensors, for programs that read no pickles.
 
     python -m infer.peers.unpickle FOLDER NEW_FOLDER
 
-Needs torch, which nothing else here does. `weights_only` keeps the pickle from running code; all
-other files of the folder are copied. The new folder appears whole or not at all.
+Needs torch. `weights_only` prevents a pickle from running code. All files of the folder but weights
+are copied. The new folder appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def rewrite(folder: Path, new: Path) -> int:
-    """Write the folder's tensors and its other files as a new folder; returns how many tensors.
+    """Writes the folder's tensors and other files to a new folder; returns the number of tensors.
 
-    Raises InputError for a folder without pickles, for pickles of anything but tensors by name,
-    and where `new` is there already or torch is not.
+    Raises InputError for a folder without pickles, for pickles of anything but tensors by name, if
+    `new` exists already, and if torch is not installed.
     """
     pickles = sorted(folder.glob(PICKLES))
     if not pickles:
@@ -64,9 +64,9 @@ def rewrite(folder: Path, new: Path) -> int:
 
 
 def _tensors_of(path: Path) -> dict[str, Any]:
-    """The tensors of a pickle by their names, or InputError in words of our own.
+    """The tensors of a pickle by name; raises InputError.
 
-    Those of torch name the switch that lets a pickle run code.
+    The errors replace those of torch, which recommend an option that lets a pickle run code.
     """
     import torch
 
@@ -78,7 +78,7 @@ def _tensors_of(path: Path) -> dict[str, Any]:
         raise
     except (RuntimeError, EOFError) as error:
         raise InputError(f"{path} is cut short or damaged: fetch it again") from error
-    except Exception as error:  # an UnpicklingError, or whatever bytes that are no pickle set off
+    except Exception as error:  # an UnpicklingError, or any error that invalid bytes cause
         raise InputError(
             f"{path} is no pickle of tensors alone, and of others none is read since they may run "
             "code: fetch it again, or ask who made it for safetensors"
