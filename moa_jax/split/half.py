@@ -81,7 +81,7 @@ class DraftHalf:
         self._cache = self._programs.run(_absorb, self._cache, padded_1T, one(start), digest)
 
     def warm(self, counts: Sequence[int], shapes: Sequence[DraftShape] = ()) -> None:
-        """Compiles the programs for replies of `counts` tokens, chains and `shapes`; then resets."""
+        """Compiles the programs for replies of `counts` tokens, chains and `shapes`; resets."""
         for count in sorted({count if count <= EXACT else bucket(count) for count in counts}):
             self.absorb_nothing([0] * count)
         if self.functions.go_on is not None:
