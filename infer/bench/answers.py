@@ -9,7 +9,7 @@ also has fields for the report: the run's id, tokens, prefill times, drafted nod
 difference from plain decoding's answer. `same_as_plain` is null for sampled drafts, whose answers
 may differ.
 
-The lines of a question are written, and flushed to disk, when all candidates have answered the
+The lines of a question are written, and flushed to disk, once all candidates have answered the
 question. After a crash, a question with a missing or incomplete line in any file runs again.
 """
 

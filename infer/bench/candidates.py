@@ -1,4 +1,4 @@
-"""The candidates of a run: plain decoding, and each drafter in each mode, as named sessions."""
+"""The candidates of a run as named sessions: plain decoding, and every drafter in every mode."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def describe(
         or None,
         "cache_rows": candidates[0].session.cache_rows,
         "threads": args.threads,
-        **({"mesh": args.mesh} if args.mesh else {}),  # absent in the files of older runs
+        **({"mesh": args.mesh} if args.mesh else {}),  # older runs' files lack the key
     }
 
 

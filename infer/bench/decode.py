@@ -248,7 +248,7 @@ def _settings(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _machine(bandwidth: float) -> dict[str, Any]:
-    """The device, and this process's peak memory there, None if the device does not report it."""
+    """The device, and this process's peak device memory (None if not reported)."""
     device = jax.devices()[0]
     return {
         "device_kind": device.device_kind,

@@ -132,5 +132,5 @@ def random_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]
 
 
 def shapes_of(name: str) -> TargetConfig:
-    """The sizes of a config's target: those of a known model, or those in its folder."""
+    """The sizes of a config's target, by model name or from its folder."""
     return SHAPES[name] if name in SHAPES else describe_target(name).config

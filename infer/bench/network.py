@@ -1,4 +1,4 @@
-"""Network emulation by a TCP proxy that delays, paces, hangs and refuses; it needs no root rights.
+"""Network emulation by a TCP proxy that delays, paces, hangs and refuses; no privileges needed.
 
 Profile    the delay, jitter, loss and rate of a named network
 Lane       delivery times of the segments of one direction

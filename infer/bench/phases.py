@@ -148,7 +148,7 @@ def _extend(setup: Setup, weights: Weights, read: Any, cache: Any) -> tuple[Any,
     return step.extend(setup, weights, cache, tokens_BD, length_B, tapped), None
 
 
-# ---- clocks -------------------------------------------------------------------------------
+# ---- timing -------------------------------------------------------------------------------
 
 
 def _timed(

@@ -57,7 +57,7 @@ class QuestionRunner(NamedTuple):
         return found
 
     def room(self, prompt: list[int]) -> int:
-        """New tokens that every candidate can generate after a prompt; 0 if it is too long."""
+        """New tokens that every candidate can generate after a prompt; 0 for a long prompt."""
         draft_rows = max(candidate.session.shape.num_rows for candidate in self.candidates)
         positions = self.target.config.max_position_embeddings
         room = Room(positions, self.cache_rows, draft_rows).behind(len(prompt))

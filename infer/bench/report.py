@@ -59,7 +59,7 @@ CAUTION = (
 
 
 class QuestionTotals(NamedTuple):
-    """Sums over the turns per question, (Q,); committed tokens exclude the first of each turn."""
+    """Sums over turns per question, (Q,); committed tokens exclude the first token per turn."""
 
     tokens_Q: np.ndarray
     wall_Q: np.ndarray

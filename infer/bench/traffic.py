@@ -2,7 +2,7 @@
 
 Decoding is bound by memory: a round reads each of its weights once, and the rows of caches. Caches
 count at their allocated size, because the rows that a kernel or a CPU skips depend on the
-sequences. Activations of the new tokens and their written rows are comparatively small and are not
+sequences. Arithmetic on the new tokens and writes of their rows are comparatively cheap and are not
 counted.
 
 Bandwidth is measured by a copy, not taken from a data sheet.

@@ -151,7 +151,7 @@ class DraftHalf:
 def digest_form(
     functions: Drafter, cfg: TargetConfig, dtype: Any
 ) -> tuple[Any, tuple[LeafSpec, ...]]:
-    """The treedef of a drafter's digest, and the spec of each leaf for one token."""
+    """The treedef of a drafter's digest, and the specs of its leaves for one token."""
     block, taps = cfg.block, functions.taps
     of = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
     rows = of(cfg.num_layers, 1, block.num_kv_heads, 1, block.head_dim)

@@ -44,7 +44,7 @@ SESSIONS = tuple(4**k for k in range(8))  # per pass
 
 
 class NoSlot(InputError):
-    """No slot is free."""
+    """All slots are taken."""
 
 
 class PassSize(NamedTuple):

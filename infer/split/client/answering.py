@@ -220,7 +220,7 @@ class SplitClient:
         self.text.keep_tail()
         self.done = self.text.end_of(self.text.settled) or "lost"
 
-    # ---- linked again ---------------------------------------------------------------------
+    # ---- reconnected ----------------------------------------------------------------------
 
     async def _settle_up(self, missed: list[wire.Committed]) -> None:
         """Applies the missed reply; then the target verifies or commits the tail."""

@@ -125,7 +125,7 @@ class ClientDrafter:
         right = self._ahead[: len(committed)] == committed and len(committed) <= EXACT
         self._ahead = self._ahead[len(committed) :] if right else []
 
-    # ---- writing alone --------------------------------------------------------------------
+    # ---- decoding without a link ----------------------------------------------------------
 
     @property
     def can_write(self) -> bool:
@@ -163,7 +163,7 @@ class ClientDrafter:
         """Invalidates the rows of a tail that the target replaced."""
         self._fed = 0
 
-    # ---- calls of the half ----------------------------------------------------------------
+    # ---- calls of DraftHalf ---------------------------------------------------------------
 
     @property
     def _filled(self) -> int:

@@ -26,7 +26,7 @@ async def timed(
     events: AsyncIterator[AnswerEvent],
     see: Callable[[AnswerEvent], int | None] = lambda event: None,
 ) -> AnswerTimes:
-    """Consumes the events of `answering.answer`; a number from `see` cuts the answer there."""
+    """Consumes `events` of `answering.answer`; cuts the answer at the first number from `see`."""
     begin, first, count = time.perf_counter(), 0.0, 0
     async with contextlib.aclosing(events):
         async for event in events:

@@ -293,7 +293,7 @@ class Connection:
         self._spawn(self._open_and_send(request))
 
     async def _open_and_send(self, request: wire.Open) -> None:
-        """Waits for a slot; `_read` goes on meanwhile and detects a disconnect."""
+        """Waits for a slot; `_read` runs meanwhile and detects a disconnect."""
         try:
             self._session = await self._service.open(request, self._encoding, self._lose)
         except Refused as refused:
@@ -315,7 +315,7 @@ class Connection:
     # ---- sending --------------------------------------------------------------------------
 
     async def _deliver(self, reply: ReplyBuffer) -> None:
-        """Starts to send the parts of a reply in a task, while `_read` goes on.
+        """Starts a task that sends the parts of a reply, while `_read` continues.
 
         Waits first until the previous reply is sent: the server stops reading from a client that
         sends requests without reading replies.

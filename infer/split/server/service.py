@@ -256,7 +256,7 @@ class Service:
             self.close(min(lost, key=lambda session: session.lost_at), "evicted")
         return bool(lost)
 
-    # ---- the work -------------------------------------------------------------------------
+    # ---- work loop ------------------------------------------------------------------------
 
     async def _work(self) -> None:
         """Prefills chunks and verifies batches in a loop that no exception ends."""
@@ -370,7 +370,7 @@ class Service:
             result = result._replace(tokens=[], done="")
         self._publish(session, without_known(result, session.request.known), last)
 
-    # ---- on the worker --------------------------------------------------------------------
+    # ---- worker thread --------------------------------------------------------------------
 
     def _on_worker(self, work: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._worker, work, *arguments)
