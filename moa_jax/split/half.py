@@ -108,7 +108,7 @@ class DraftHalf:
         Tokens before index `known` have the target's rows; earlier calls fed the tokens from
         `known` to the last but one. Sampling uses the target's settings and noise: with the same
         seed, drafter and target choose the same token wherever their distributions agree.
-        Raises InputError for a drafter that drafts only trees.
+        Raises InputError for a drafter without `go_on`.
         """
         if self.functions.go_on is None:
             raise InputError("this drafter cannot draft token by token: use a tree")

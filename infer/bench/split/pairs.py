@@ -99,7 +99,7 @@ def load(args: argparse.Namespace) -> SplitBench:
 
 
 def _check_can_write(args: argparse.Namespace, name: str, half: DraftHalf) -> None:
-    """Raises InputError if the modes need `go_on` and the drafter drafts only trees."""
+    """Raises InputError if the modes need `go_on` and the drafter has none."""
     alone = [mode for mode in ("chain", "offline") if mode in args.modes]
     alone += ["--outages"] if args.outages else []
     if half.functions.go_on is None and alone:
