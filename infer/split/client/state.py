@@ -24,7 +24,7 @@ class ClientOptions:
     lengths: tuple[int, ...] = (1, 2, 3, 5, 7, 11, 15)  # candidate levels; () drafts nothing
     draft_ahead: bool = True
     policy: Policy = "verify"
-    patience: float = 60.0  # longest wait (s) for a reply of a responsive server
+    patience: float = 60.0  # longest wait (s) for a reply of a live server; slots may be full
     reconnect_seconds: float = 30.0  # longest wait of a finished, unverified answer for a link
     slowdown: float = 1.0  # factor on the drafting time, to emulate a slower device
     stream: bool = False  # the target decodes alone, as in an API; needs empty `lengths`
