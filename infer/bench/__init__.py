@@ -1,30 +1,30 @@
-"""All that measures: `infer.bench`, and what `infer.evaluate`, `infer.check` and --compare share.
+"""Measurements: `infer.bench`, and the shared code of `infer.evaluate`, `infer.check`, --compare.
 
-Programs alone import this package.
+Only programs import this package.
 
     decode.py         infer.bench: plain, chain, tree and auto on the same prompts
     flags.py          its flags            inputs.py      its prompts and random models
     decode_tables.py  its tables           phases.py      time and bytes by phase
-    random_pair.py    random weights       simulate.py    drafts accepted by dice
+    random_pair.py    random weights       simulate.py    drafts accepted at random
     traffic.py        bytes that a program reads, bandwidth of the device
 
-    suites.py           questions, from files, the hub, tfds, the package
+    suites.py           questions from files, the hub, tfds, the package
     conversations.py    questions from chat records, by source
     candidates.py       plain decoding, and each drafter in each mode
-    question_runner.py  a question put to all candidates, turn by turn, timed
-    answers.py          answers on disk, in Spec-Bench's format, resumable
+    question_runner.py  answers a question with all candidates, turn by turn, timed
+    answers.py          answer files in Spec-Bench's format, resumable
     report.py           the report of infer.evaluate
     paper.py            the paper's figures
-    plots.py            pictures; drawing.py has what all pictures share
+    plots.py            plots; drawing.py has their shared helpers
 
     fidelity.py   distance of a target's distributions from a reference's
     golden.py     golden files of infer.check    thresholds.py  its limits
     compare.py    infer.generate --compare
     serving/      --serve: infer.serve under load
     split/        --split: client and server over several networks
-    network.py    a TCP proxy that plays a slow, jittery, lossy link and fails on demand
+    network.py    a TCP proxy that emulates a slow, jittery, lossy link and fails on demand
     plan/         infer.plan and train.plan: programs for hardware that is not attached
-    statistics.py, arrivals.py, tables.py      figures, and how they are shown
+    statistics.py, arrivals.py, tables.py      figures and their formatting
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import sys
 
 from moa_jax.errors import InputError
 
-# Benchmarks of servers: they have flags of their own and need the extra `serve`.
+# Server benchmarks: they have their own flags and need the extra `serve`.
 SERVERS = {"--split": "infer.bench.split.run", "--serve": "infer.bench.serving.run"}
 
 

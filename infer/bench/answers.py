@@ -1,16 +1,16 @@
-"""Answer files in Spec-Bench's format, one for each candidate: OUTPUT/SET/NAME.jsonl.
+"""Answer files in Spec-Bench's format, one per candidate: OUTPUT/SET/NAME.jsonl.
 
     {"question_id", "category", "answer_id", "model_id", "choices": [{"index", "turns",
      "decoding_steps", "new_tokens", "wall_time", "accept_lengths"}], "tstamp"}
 
-Lists have one entry a turn; `accept_lengths` has one a round, over all turns. The first token of
-a turn comes from prefill, so its new_tokens are 1 + the sum of its accept_lengths. A line also
-has what the report needs: the run that wrote it, tokens, prefill times, drafted nodes, and where
-the answer first differs from plain decoding's. `same_as_plain` is null where candidates were
-drawn, since such an answer may differ.
+Lists have one entry per turn; `accept_lengths` has one entry per round, over all turns. The first
+token of a turn comes from prefill, so its new_tokens are 1 + the sum of its accept_lengths. A line
+also has fields for the report: the run's id, tokens, prefill times, drafted nodes, and the first
+difference from plain decoding's answer. `same_as_plain` is null for sampled drafts, whose answers
+may differ.
 
-The lines of a question are written, and flushed to the disk, when all candidates have answered it.
-After a crash, a question that some file lacks or has half a line of is asked again.
+The lines of a question are written, and flushed to disk, once all candidates have answered the
+question. After a crash, a question with a missing or incomplete line in any file runs again.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SETTINGS = "settings.json"
 
 
 class Answer(NamedTuple):
-    """A question answered by one candidate: a result and a text for each of its turns."""
+    """One candidate's answer to a question: a result and a text per turn."""
 
     results: list[Result]
     texts: list[str]
-    too_long: int | None = None  # the first turn, from 1, that the target had no room for
-    difference: dict[str, Any] | None = None  # the first one from plain decoding's answer
-    comparable: bool = True  # with plain decoding's answer; not where candidates were drawn
+    too_long: int | None = None  # first turn, from 1, that does not fit the target
+    difference: dict[str, Any] | None = None  # first difference from plain decoding's answer
+    comparable: bool = True  # with plain decoding's answer; False for sampled drafts
 
     @property
     def same_as_plain(self) -> bool | None:
@@ -55,7 +55,7 @@ class Answer(NamedTuple):
 
 
 class AnswerFolder:
-    """The answers of one run, on disk and in memory."""
+    """The answers of one run on disk, cached in memory."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class AnswerFolder:
         questions: Iterable[Question],
         models: Sequence[str],
     ) -> None:
-        """Opens or makes the folder; raises InputError if it holds answers of another run."""
+        """Opens or creates the folder; raises InputError if it holds another run's answers."""
         self.folder, self._models, self._run = folder, models, run_id(settings)
         _check_settings(folder, settings)
         self._lines: dict[tuple[str, str], dict[Any, dict[str, Any]]] = {}
@@ -97,7 +97,7 @@ class AnswerFolder:
         return self.folder / name / f"{model}.jsonl"
 
     def _open_set(self, name: str) -> None:
-        """Reads the files of a set, and drops questions that some candidate has not answered."""
+        """Reads the files of a set; drops questions that lack a candidate's answer."""
         files = {model: self._read(self._path(name, model), model) for model in self._models}
         finished = set.intersection(*map(set, files.values()))
         for model, lines in files.items():
@@ -109,7 +109,7 @@ class AnswerFolder:
             self._lines[name, model] = kept
 
     def _read(self, path: Path, model: str) -> dict[Any, dict[str, Any]]:
-        """The lines of a file by question, without a last line that a crash cut off."""
+        """The lines of a file by question id, without an incomplete last line."""
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         found = {}
         for number, content in enumerate(text.split("\n")[:-1], start=1):
@@ -132,7 +132,7 @@ class AnswerFolder:
 
 
 def run_id(settings: Mapping[str, Any]) -> str:
-    """A short name shared only by runs of the same settings."""
+    """A short id shared only by runs of the same settings."""
     return json_hash(settings)[:12]
 
 
@@ -181,7 +181,7 @@ def _line_of(question: Question, model: str, answer: Answer) -> dict[str, Any]:
 
 
 def _answer_of(line: Mapping[str, Any]) -> Answer:
-    """The answer of a line; its prompts are not kept."""
+    """The answer of a line; `prompt_ids` are empty."""
     (choice,) = line["choices"]
     ends = [0, *itertools.accumulate(choice["decoding_steps"])]
     of_turns = [slice(*pair) for pair in itertools.pairwise(ends)]

@@ -1,4 +1,4 @@
-"""The candidates of a run: plain decoding, and each drafter in each mode, as named sessions."""
+"""The candidates of a run as named sessions: plain decoding, and every drafter in every mode."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from moa_jax.errors import InputError
 from moa_jax.files import folders
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
-PLAIN = "plain"  # the decoding that all others are measured beside
-OPTIONS = {"method": "method", "n": "target_layer_inference"}  # of one --draft: flag
+PLAIN = "plain"  # the baseline
+OPTIONS = {"method": "method", "n": "target_layer_inference"}  # option of --draft -> flag
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 _OPTIONS = re.compile(r"(.*?)((?:,\w+=[^,/]*)*)", re.DOTALL)
 
 
 class DraftFlag(NamedTuple):
-    """One --draft; its options are named by flags."""
+    """One --draft; `options` are keyed by flag names."""
 
     label: str | None
     path: str
@@ -41,7 +41,7 @@ class DraftFlag(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A way of decoding; `name` also names its answer files."""
+    """A mode with its drafter and session; `name` also names its answer files."""
 
     name: str
     drafter: LoadedDrafter | None
@@ -49,10 +49,10 @@ class Candidate(NamedTuple):
 
 
 def load_candidates(args: argparse.Namespace) -> tuple[Target, list[Candidate]]:
-    """The target and all candidates, the plain one first.
+    """The target and all candidates, plain decoding first.
 
-    Raises InputError for models that are missing or not made for each other, for flags that
-    describe no draft, and for two candidates of the same name.
+    Raises InputError for missing or mismatched models, for flags that describe no draft, and for
+    two candidates with the same name.
     """
     modes = modes_of(args)
     given = [given_of(text) for text in args.draft or [BUNDLED]]
@@ -62,7 +62,7 @@ def load_candidates(args: argparse.Namespace) -> tuple[Target, list[Candidate]]:
     for flag, drafter, own_head in zip(given, drafters, has_head, strict=True):
         label = flag.label or _public(drafter.folder)
         vocabulary = vocabulary_of(args, target, drafter)
-        if vocabulary and own_head and not all(has_head):  # else opening the session refuses it
+        if vocabulary and own_head and not all(has_head):  # otherwise `open_session` refuses it
             print(
                 f"{label} has a head of its own: --draft-vocabulary is not for it", file=sys.stderr
             )
@@ -79,9 +79,9 @@ def load_candidates(args: argparse.Namespace) -> tuple[Target, list[Candidate]]:
 
 
 def modes_of(args: argparse.Namespace) -> list[str]:
-    """The modes of each drafter, by default a chain; raises InputError for others.
+    """The modes per drafter, by default chain; raises InputError for other modes.
 
-    Mode auto is none of them: what it drafts depends on the machine and on its load.
+    Mode auto is refused, because its drafts depend on the machine and its load.
     """
     if args.modes is not None and args.mode is not None:
         raise InputError("--modes says all modes: leave out --mode")
@@ -97,7 +97,7 @@ def modes_of(args: argparse.Namespace) -> list[str]:
 def describe(
     args: argparse.Namespace, target: Target, candidates: list[Candidate]
 ) -> dict[str, Any]:
-    """Models and settings that decide the answers and their times, ready for JSON."""
+    """Models and settings that determine the answers and their times, ready for JSON."""
     narrowed = {c.name: c.session.vocabulary.file for c in candidates if c.session.vocabulary}
     folders_of = {c.drafter.folder for c in candidates if c.drafter}
     hashes = {folder: folders.folder_hash(folder) for folder in folders_of}
@@ -117,7 +117,7 @@ def describe(
         or None,
         "cache_rows": candidates[0].session.cache_rows,
         "threads": args.threads,
-        **({"mesh": args.mesh} if args.mesh else {}),  # absent in the files of older runs
+        **({"mesh": args.mesh} if args.mesh else {}),  # older runs' files lack the key
     }
 
 
@@ -125,7 +125,7 @@ def _load(args: argparse.Namespace, given: list[DraftFlag]) -> tuple[Target, lis
     """The target and all drafters; the options within one --draft override the flags."""
     common = drafter_options(args) | {"weights": args.weights}
     if args.draft is not None:
-        own = DEMO / "draft" if args.target else None  # a target alone would get prompt lookup
+        own = DEMO / "draft" if args.target else None  # else prompt lookup
         args.draft = own if given[0].path == BUNDLED else given[0].path
     vars(args).update(given[0].options)
     target, first = load_pair(args)
@@ -137,7 +137,7 @@ def _load(args: argparse.Namespace, given: list[DraftFlag]) -> tuple[Target, lis
 
 
 def _flags_of(args: argparse.Namespace, mode: str, modes: list[str]) -> argparse.Namespace:
-    """The flags for one of several modes, without those that describe only the others."""
+    """The flags of one mode, without flags that apply only to other modes."""
     flags = argparse.Namespace(**vars(args) | {"mode": mode})
     if mode == "chain" and "tree" in modes:
         flags.breadth = flags.total_tokens = flags.paths = None
@@ -147,9 +147,9 @@ def _flags_of(args: argparse.Namespace, mode: str, modes: list[str]) -> argparse
 
 
 def given_of(text: str) -> DraftFlag:
-    """Splits [NAME=]DIR[,method=KIND][,n=N]; the name becomes part of a file's name.
+    """Splits [NAME=]DIR[,method=KIND][,n=N]; NAME becomes part of file names.
 
-    A text that is a folder as it stands has neither name nor options.
+    An existing folder with exactly the name `text` has neither NAME nor options.
     """
     if Path(text).is_dir():
         return DraftFlag(None, text, {})
@@ -165,7 +165,7 @@ def given_of(text: str) -> DraftFlag:
 
 
 def _options(text: str, options: str) -> dict[str, Any]:
-    """`,method=moa,n=3` by the names of flags."""
+    """Parses `,method=moa,n=3` to a dict keyed by flag names."""
     found: dict[str, Any] = {}
     for key, _, value in (option.partition("=") for option in names(options)):
         if key not in OPTIONS:
@@ -177,5 +177,5 @@ def _options(text: str, options: str) -> dict[str, Any]:
 
 
 def _public(folder: Path) -> str:
-    """The name of a folder, ready for a report."""
+    """The name of a folder for reports."""
     return BUNDLED if folder.parent == DEMO else folders.public_name(folder).rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Plain and drafted decoding of the same prompts in turns, for `infer.generate --compare`."""
+"""Alternates plain and speculative decoding of the same prompts for `infer.generate --compare`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ COLUMNS: dict[str, TableColumn] = {
     "tau": "tau",
     "same tokens": lambda row: f"{row['same_as_plain']}/{row['answers']}",
 }
-# (index of a prompt) -> `stop_ids`, `sampling` and `stop_when` of its answers
+# prompt index -> `stop_ids`, `sampling` and `stop_when` of its answers
 Settings = Callable[[int], dict[str, Any]]
 
 
 def bundled_questions(tokenizer: Any | None) -> list[list[int]]:
-    """The first question of each bundled set as a prompt."""
+    """The first question of every bundled set as a prompt."""
     questions, _ = choose(load_suite("demo"), 1, lambda question: None)
     return [asking(question.turns[0], tokenizer) for question in questions]
 
@@ -38,10 +38,10 @@ def compare_in_turns(
     max_new_tokens: int,
     settings: Settings,
 ) -> str:
-    """A table of all ways, of which the first is plain decoding, and a sentence on it.
+    """A Markdown table of all sessions, the first of them plain decoding, and a summary line.
 
-    All prompts are decoded in all ways before they come again, until ten seconds are over. The
-    first time, in which programs are compiled, does not count.
+    Repeats passes of all prompts through all sessions until SECONDS have passed. The first pass,
+    which compiles the programs, is not counted.
     """
     runs: dict[str, list[Run]] = {name: [] for name in ways}
     for repeat in itertools.count():

@@ -1,7 +1,7 @@
-"""Conversations as questions: `--conversations` asks one turn of each record, by source.
+"""Conversations as questions: `--conversations` takes one turn per record, grouped by source.
 
-The question is one of a record's user turns, another turn for each record, after the history
-that the record has up to there; its group is the record's source.
+The question is one of a record's user turns, after the record's earlier messages; the turn number
+advances from record to record. The group is the record's source.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SET = "conversations"
 
 
 def questions_of(path: str, sources: Sequence[str], limit: int | None = None) -> Iterator[Question]:
-    """A question of each of the first records of some sources, () for all, numbered from 1.
+    """One question per record of `sources` (() for all), up to `limit`, numbered from 1.
 
-    Records that cannot be asked are left out and keep their numbers; a line on stderr counts each
-    kind of them, and one the keys that are not read. Raises InputError where all are bad.
+    Invalid records are skipped and keep their numbers; lines on stderr count the records per fault
+    and the ignored keys. Raises InputError if all records are invalid.
     """
     tally = RecordTally()
     found = itertools.islice(corpora.read_some(path, sources), limit)
@@ -41,7 +41,7 @@ def questions_of(path: str, sources: Sequence[str], limit: int | None = None) ->
 
 
 def _question(record: dict[str, Any], number: int) -> Question:
-    """One user turn of a record, after its history; InputError where it has none."""
+    """One user turn of a record, after its history; raises InputError without user turns."""
     messages = messages_of(record)
     turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
     if not turns:
@@ -49,7 +49,7 @@ def _question(record: dict[str, Any], number: int) -> Question:
     *history, asked = messages[: turns[(number - 1) % len(turns)] + 1]
     said = tuple((message["role"], message["content"]) for message in history)
     name = str(record.get("source") or "none").rpartition("#")[2]
-    # A group must not bear the name of the row of all questions, or of one of the paper's sets.
+    # A group must not share its name with the row of all questions or with a set of the paper.
     group = f"#{name}" if name in (ALL, *PAPER) else name
     return Question(SET, number, "", group, (asked["content"],), said)
 
@@ -57,7 +57,7 @@ def _question(record: dict[str, Any], number: int) -> Question:
 def prompts_of(
     args: argparse.Namespace, tokenizer: Any, longest: int
 ) -> Iterator[tuple[str, list[int]]]:
-    """Source and prompt of each conversation whose prompt has at most `longest` tokens."""
+    """Source and prompt per conversation, if the prompt has at most `longest` tokens."""
     for question in questions_of(args.conversations, names(args.sources)):
         prompt = chat.prompt_ids(tokenizer, question.messages())
         if len(prompt) <= longest:

@@ -1,4 +1,4 @@
-"""Measures plain, chain, tree and automatic decoding side by side: speed, acceptance, cost.
+"""Compares plain, chain, tree and automatic decoding: speed, acceptance and cost.
 
     python -m infer.bench
     python -m infer.bench --conversations data:chat/validation.jsonl --limit 30 --json
@@ -8,10 +8,10 @@
     python -m infer.bench --split --help      client and server over several networks instead
     python -m infer.bench --serve --help      infer.serve under load instead
 
-All modes decode the same prompts greedily in one process. Each prompt goes through all modes
-before the next one, another mode first each time, and its first time is not counted. Speedup is
-over our own plain decoding. Tokens/s is the median over prompts and repeats of the tokens after
-the first, over the seconds that they took. Phases are measured apart and need not sum to a round.
+All modes decode the same prompts greedily in one process. Every prompt runs in all modes before
+the next prompt, each time in a rotated order, and its first run is not counted. Speedup is relative
+to this library's plain decoding. Tokens/s is the median over prompts and repeats of (tokens after
+the first / their seconds). Phases are measured separately and need not sum to a round.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ COST_LIMIT = 100  # conversations of --weights-cost
 
 
 class Bench(NamedTuple):
-    """A session for each mode, and the batches of prompts that all of them decode."""
+    """One session per mode, and the batches of prompts that all sessions decode."""
 
     modes: list[Mode]
     sessions: list[Session]
@@ -60,7 +60,7 @@ class Bench(NamedTuple):
 def main(arguments: list[str] | None = None) -> int | None:
     args = parser_of(__doc__).parse_args(arguments)
     check(args)
-    args.mode = "plain" if args.modes == ["plain"] else None  # then no drafter is loaded
+    args.mode = "plain" if args.modes == ["plain"] else None  # plain loads no drafter
     target, drafter = inputs.random_pair(args) if args.random_weights else load_pair(args)
     bench = _bench(args, target, drafter)
     cost = {"weights_cost": weights_cost(target, args)} if args.weights_cost else {}
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int | None:
 
 
 def _bench(args: argparse.Namespace, target: Target, drafter: LoadedDrafter | None) -> Bench:
-    """Opens a session for each mode; raises InputError for prompts that one cannot decode."""
+    """Opens a session per mode; raises InputError for prompts that a session cannot decode."""
     modes = modes_of(args, drafter)
     if args.draft_vocabulary is None and not args.random_weights:
         fill_vocabularies(target, drafter, args.weights)
@@ -91,7 +91,7 @@ def session_of(
     vocabulary: DraftVocabulary | None,
     args: argparse.Namespace,
 ) -> Session:
-    """The session that decodes in a mode."""
+    """The session of a mode."""
     if mode.name == "plain":
         return Session(target, cache_rows=args.cache_rows)
     rest: dict[str, Any] = {"cache_rows": args.cache_rows, "vocabulary": vocabulary}
@@ -104,7 +104,7 @@ def session_of(
 
 
 def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
-    """The document that --json prints; `modes` and `peers` hold one dictionary a row."""
+    """The document that --json prints; `modes` and `peers` hold one dictionary per row."""
     for session in bench.sessions:
         if session.chooser is not None:
             fill(session, args.batch, keep=args.simulate_acceptance is None)
@@ -112,7 +112,7 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     with until_cut() as cut:
         run_in_turns(bench, args.repeats, runs)
     mark = cut.mark(sum(map(len, runs)), len(runs) * len(bench.batches) * args.repeats, " runs")
-    if not all(runs):  # a mode without a run has no figures
+    if not all(runs):  # a mode without runs has no figures
         sys.exit(cut.code)
     plain = next((r for m, r in zip(bench.modes, runs, strict=True) if m.name == "plain"), None)
     rows = [
@@ -134,7 +134,7 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_in_turns(bench: Bench, repeats: int, runs: list[list[Run]]) -> None:
-    """Appends the counted runs of each mode to `runs`."""
+    """Appends the counted runs per mode to `runs`."""
     turns = list(in_turns(len(bench.modes), len(bench.batches), repeats))
     with progress(len(turns), "runs") as bar:
         for turn in turns:
@@ -155,13 +155,13 @@ def _row(
     plain: Sequence[Run] | None,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """The figures of a mode; in mode auto also what it knows of the cost of a round."""
+    """The figures of a mode; for mode auto also its cost table in ms per round."""
     row = mode.sizes | summarise(runs, max(way.levels for way in session.ways))
     row |= beside(runs, plain) if plain else {"speedup": None}
     simulated = args.simulate_acceptance is not None and mode.name != "plain"
     row |= {"simulated": simulated, "num_compiled": session.num_compiled}
     if simulated:
-        row["same_as_plain"] = None  # dice chose the tokens
+        row["same_as_plain"] = None  # tokens were accepted at random
     if session.chooser is not None:
         row["costs"] = [
             Mode(kind_of(way), way).sizes
@@ -174,7 +174,7 @@ def _row(
 def _phases(
     bench: Bench, session: Session, runs: Sequence[Run], row: dict[str, Any], bandwidth: float
 ) -> dict[str, Any]:
-    """Phases of one mode, on the batch that decoded longest."""
+    """Phases of one mode, on the batch with the most rounds."""
     longest = max(runs, key=lambda run: run.rounds)
     if session.chooser is not None or longest.rounds < 2:
         return {}
@@ -183,7 +183,7 @@ def _phases(
 
 
 def weights_cost(target: Target, args: argparse.Namespace) -> dict[str, Any]:
-    """Distance of the target's distributions from those of its stored weights.
+    """Distance of the target's distributions from those with its weights as stored.
 
     Raises InputError for a file without answers.
     """
@@ -197,7 +197,7 @@ def weights_cost(target: Target, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _peers(bench: Bench, plain: list[Run], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The same prompts in other software."""
+    """Figures of other software on the same prompts."""
     target = bench.sessions[0].target
     stop_ids = target.generation.eos_ids if bench.stop_ids is None else bench.stop_ids
     task = {
@@ -214,9 +214,9 @@ def _peers(bench: Bench, plain: list[Run], args: argparse.Namespace) -> list[dic
 
 
 def peer_row(peer: dict[str, Any], plain: Sequence[Run]) -> dict[str, Any]:
-    """Figures of other software; where `plain_over_peer` is above 1, our plain decoding is faster.
+    """Figures of other software; `plain_over_peer` > 1 means that our plain decoding is faster.
 
-    Of its passes only the number and the sum of their tokens are known.
+    A peer reports only the number of passes and the sum of their tokens.
     """
     runs = []
     for run in peer["runs"]:
@@ -232,7 +232,7 @@ def peer_row(peer: dict[str, Any], plain: Sequence[Run]) -> dict[str, Any]:
 
 def _settings(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     shown = ("weights", "max_new_tokens", "repeats", "batch", "threads", "random_weights")
-    used = next((s.vocabulary for s in bench.sessions if s.vocabulary), None)  # by all that draft
+    used = next((s.vocabulary for s in bench.sessions if s.vocabulary), None)  # of all drafters
     return {
         "target": str(args.target or args.random_weights or "bundled"),
         "draft": str(args.draft or args.random_weights or "bundled"),
@@ -248,7 +248,7 @@ def _settings(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _machine(bandwidth: float) -> dict[str, Any]:
-    """The device, and the most memory this whole process had on it, where it keeps count."""
+    """The device, and this process's peak device memory (None if not reported)."""
     device = jax.devices()[0]
     return {
         "device_kind": device.device_kind,

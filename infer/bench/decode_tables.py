@@ -1,4 +1,4 @@
-"""The results of infer.bench in Markdown."""
+"""Renders the results of infer.bench in Markdown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from infer.bench.tables import Row, TableColumn, cut_line, percent, precision, q
 
 
 def name_of(row: Row) -> str:
-    """`plain`, `chain 5`, `tree 7/8/62`."""
+    """The name of a row: `plain`, `chain 5`, `tree 7/8/62`."""
     sizes = {"plain": "", "auto": "", "chain": f" {row['depth']}"}
     shape = sizes.get(row["mode"], f" {row['depth']}/{row['breadth']}/{row['total_tokens']}")
     return row["mode"] + shape + (" (simulated)" if row.get("simulated") else "")
@@ -64,7 +64,7 @@ PEERS: dict[str, TableColumn] = {
 
 
 def render(document: dict[str, Any]) -> str:
-    """The tables of a document, and what they rest on."""
+    """The tables of a document, with models, device and settings."""
     modes, machine, settings = (document[key] for key in ("modes", "machine", "settings"))
     phased = [row for row in modes if "phases" in row]
     chance, cost = settings["simulated_acceptance"], document.get("weights_cost")

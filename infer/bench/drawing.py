@@ -1,4 +1,4 @@
-"""Checks, files, colours and grids of all pictures."""
+"""Checks, files, colours and grids shared by all plots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DPI = 150
 
 
 def check_plots(path: Path, flag: str = "--plot") -> None:
-    """Raise InputError where matplotlib is missing, or the path is no place for a picture."""
+    """Raise InputError if matplotlib is missing, or `path` cannot be written as a picture."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(f"{flag}: matplotlib is missing: pip install 'moa-jax[plots]'")
     if path.suffix not in FORMATS or not path.parent.is_dir():
@@ -28,21 +28,21 @@ def check_plots(path: Path, flag: str = "--plot") -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a picture, whole or not at all, in the format that its name ends with."""
+    """Write a picture atomically, in the format of the path's suffix."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=DPI, format=path.suffix[1:])
     write_whole(path, drawn.getvalue())
 
 
 def colour(index: int) -> Any:
-    """The colour of a series."""
+    """The colour of a series by its index."""
     from matplotlib import colormaps
 
     return colormaps["tab10"](index % 10)
 
 
 def tidy(panel: Any, axis: str = "both") -> None:
-    """A pale grid under the figures, and no frame above and to the right."""
+    """Draw a pale grid below the data, and hide the top and right spines."""
     panel.grid(axis=axis, color="0.9", linewidth=0.8)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)

@@ -1,11 +1,11 @@
 """Distances of a target's next-token distributions from a reference's, position by position.
 
-    KL(reference || target)    in nats a token, at temperature 1
-    agreement                  share of positions with the same most likely token
+    KL(reference || target)    in nats per token, at temperature 1
+    agreement                  share of positions with the same argmax
 
-Both sides read the same tokens, so an early difference does not count again in what follows it.
-The reference is another target (what do quantised weights cost?), or logits from elsewhere
-(does this target equal transformers?).
+Both sides process the same tokens, so an early difference does not affect later positions. The
+reference is another target (to measure the effect of quantised weights), or logits from other
+software (to compare this target with transformers).
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ TOP = 5
 
 
 class Fidelity(NamedTuple):
-    """Distances of a target from its reference, over the positions that count."""
+    """Distances of a target from its reference, over all compared positions."""
 
     tokens: int
     mean_kl: float  # nats
     worst_kl: float
     agreement: float  # 0 to 1
-    top5_agreement: float  # share of the reference's five most likely tokens among the target's
-    logit_difference: float  # the largest
+    top5_agreement: float  # share of the reference's top-5 tokens in the target's top 5
+    logit_difference: float  # maximum
 
 
 class TopLogits(NamedTuple):
-    """The logits of T positions in little space: those of the K most likely tokens, and the rest.
+    """Compact logits of T positions: the top-K tokens, and one entry for the rest.
 
-    The rest counts as one token, whose logit is the logsumexp of all that it stands for. KL between
-    two such distributions is a lower bound of KL between the whole ones.
+    The rest counts as one token; its logit is the logsumexp of all other logits. KL between two
+    such distributions is a lower bound of KL between the full distributions.
     """
 
     ids_TK: Any  # int32, most likely first
-    logits_TN: Any  # float32 (T, K + 1), the rest last
+    logits_TN: Any  # float32 (T, K + 1), the last entry for the rest
 
 
 class Closeness(NamedTuple):
-    """The figures of each position, (T,)."""
+    """Figures per position, (T,)."""
 
     kl_T: Any
     agrees_T: Any
@@ -63,21 +63,21 @@ class Closeness(NamedTuple):
 def fidelity(
     stored: Target, quantised: Target, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]
 ) -> Fidelity:
-    """Compares two targets on texts: token ids, and which of them count as predicted.
+    """Compares two targets on sequences: token ids, and a mask of the tokens to compare.
 
-    Both lie on one device, or on the same mesh. At least one must count, and the first of a text,
-    which has nothing before it, does not.
+    Both targets are on one device, or on the same mesh. At least one token must be marked; the
+    mask of a sequence's first token is ignored, because no position predicts it.
     """
     found = []
     for tokens, counts in texts:
         each = closeness(logits_of(stored, tokens), logits_of(quantised, tokens))
-        kept = np.flatnonzero(counts[1:])  # what is predicted stands one place later
+        kept = np.flatnonzero(counts[1:])  # position i predicts token i + 1
         found.append(Closeness(*(figure_T[kept] for figure_T in each)))
     return summary(found)
 
 
 def summary(found: Sequence[Closeness]) -> Fidelity:
-    """The figures of all positions of some texts, which have at least one position."""
+    """Aggregates the figures of all positions; requires at least one position."""
     kl_X, agrees_X, top5_X, difference_X = map(np.concatenate, zip(*found, strict=True))
     means = float(agrees_X.mean()), float(top5_X.mean())
     kls = float(kl_X.mean()), float(kl_X.max())
@@ -85,17 +85,17 @@ def summary(found: Sequence[Closeness]) -> Fidelity:
 
 
 def closeness(reference: Array | TopLogits, logits_XV: Array) -> Closeness:
-    """Compares logits with a reference of T positions, of which there may be fewer than X."""
+    """Compares logits of X positions with a reference of T <= X positions; figures are (T,)."""
     rows = len(jax.tree.leaves(reference)[0])
     padding = ((0, len(logits_XV) - rows), (0, 0))
     padded = reference
-    if any(map(any, padding)):  # so that few shapes are compiled
+    if any(map(any, padding)):  # padding limits the number of compiled shapes
         padded = jax.tree.map(lambda leaf: np.pad(leaf, padding), reference)
     return Closeness(*(np.asarray(figure_X)[:rows] for figure_X in _closeness(padded, logits_XV)))
 
 
 def logits_of(target: Target, tokens: Sequence[int]) -> Array:
-    """Float32 logits (X, V) after each token; rows past the last token mean nothing."""
+    """Float32 logits (X, V) after each token; rows past the last token are padding."""
     padded_1T = np.zeros((1, bucket(len(tokens))), np.int32)
     padded_1T[0, : len(tokens)] = tokens
     mesh = sharding.setting(sharding.mesh_of(target.params))
@@ -105,7 +105,7 @@ def logits_of(target: Target, tokens: Sequence[int]) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def top_logits(logits_TV: Array, count: int) -> TopLogits:
-    """Keeps the logits of the `count` most likely tokens, fewer than the vocabulary has."""
+    """Keeps the logits of the top `count` tokens; `count` must be below the vocabulary size."""
     _, ids_TK = lax.top_k(logits_TV, count)
     return TopLogits(ids_TK, _merged(logits_TV, ids_TK))
 
@@ -137,10 +137,10 @@ def _closeness(reference: Array | TopLogits, ours_TV: Array) -> Closeness:
 
 
 def _kl(theirs_TN: Array, ours_TN: Array) -> Array:
-    """KL as the sum of q - p - p log(q / p), all of whose terms are at least 0.
+    """KL(theirs || ours) as the sum of q - p - p log(q / p), a sum of terms >= 0.
 
-    The sum of p log(p / q) is the same, but its terms cancel: in float32 it would be 1e-7 or below
-    0 where the truth is 1e-11.
+    The sum of p log(p / q) is equal, but its terms cancel: in float32 the result is 1e-7 or
+    negative for a true value of 1e-11.
     """
     p_TN, q_TN = jax.nn.softmax(theirs_TN), jax.nn.softmax(ours_TN)
     log_TN = jax.nn.log_softmax(ours_TN) - jax.nn.log_softmax(theirs_TN)
@@ -149,7 +149,7 @@ def _kl(theirs_TN: Array, ours_TN: Array) -> Array:
 
 
 def _merged(logits_TV: Array, ids_TK: Array) -> Array:
-    """The logits of some tokens, then that of all others as one; (T, K + 1)."""
+    """The logits of tokens `ids_TK`, then the logsumexp of all others; (T, K + 1)."""
     kept_TK = jnp.take_along_axis(logits_TV, ids_TK, axis=1)
     row_T1 = jnp.arange(len(ids_TK))[:, None]
     rest_TV = logits_TV.at[row_T1, ids_TK].set(-jnp.inf)

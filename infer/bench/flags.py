@@ -1,4 +1,4 @@
-"""The flags of infer.bench, which of them contradict each other, and the modes that they name."""
+"""The flags of infer.bench, checks of their combinations, and the modes that they select."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TREE = (DEFAULT_TREE.depth, DEFAULT_TREE.breadth, DEFAULT_TREE.total_tokens)
 
 
 class Mode(NamedTuple):
-    """A way to decode that is measured: one row of the results."""
+    """A measured decoding mode: one row of the results."""
 
     name: str
     shape: DraftShape
@@ -33,7 +33,7 @@ class Mode(NamedTuple):
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """Grouped flags with their defaults."""
+    """The parser of infer.bench, with grouped flags."""
     parser = Parser("infer.bench", description)
     add_pair_flags(parser)
     group = parser.add_argument_group("models without files")
@@ -76,7 +76,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises InputError for flags that do not go together, before anything is loaded."""
+    """Raises InputError for contradicting flags, before any model is loaded."""
     random, compares = args.random_weights, args.compare
     made_up = random or args.simulate_acceptance is not None
     if compares:
@@ -104,7 +104,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def modes_of(args: argparse.Namespace, drafter: LoadedDrafter | None) -> list[Mode]:
-    """The modes that the flags ask for, each once; raises InputError for an impossible draft."""
+    """The modes that the flags select, without duplicates; raises InputError for invalid drafts."""
     asked = getattr(args, "num_speculative_tokens", None)
     depth = args.chain_depth or (asked and asked + 1) or (drafter and drafter.depth)
     chain = DraftShape(depth or DEFAULT_DEPTH)

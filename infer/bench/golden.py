@@ -1,15 +1,15 @@
 """Golden files: a reference's logits after each token of some prompts, for `infer.check`.
 
-A file has a line for the header and a line for each prompt, all of them JSON:
+A file has one JSON line for the header and one per prompt:
 
     {"format": "moa-jax golden", "version": 1, "made_by", "dtype", "top": K, "prompts": N,
      "target": {"vocab_size", "hidden_size", ...}, "vocabulary_sha256"}
     {"prompt_ids": [...], "token_ids": [...], "ids": [[K ids], ...], "logits": [[K + 1], ...]}
 
-`token_ids` is the answer after the prompt. Of each of the T positions of both there are the `ids`
-of the K most likely tokens, most likely first, and their `logits`, to six decimals. The last logit
-is the logsumexp of those of all other tokens. A position takes some 500 bytes, where the logits of
-a vocabulary of 49,152 would take 500,000. KL over the K tokens and the rest is a lower bound of KL.
+`token_ids` is the answer after the prompt. Each of the T positions of prompt and answer has the
+`ids` of the top-K tokens, most likely first, and their `logits`, to six decimals. The last logit is
+the logsumexp of all other tokens' logits. A position takes about 500 bytes; the full logits of a
+vocabulary of 49,152 would take 500,000. KL over the K tokens and the rest is a lower bound of KL.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from moa_jax.files.token_ids import read_token_ids
 from moa_jax.pretrained import Target
 
 FORMAT, VERSION = "moa-jax golden", 1
-# On SmolLM2 the 32 most likely tokens hold 0.97 of the probability at a median position, 0.91 on
-# average; KL of int8 weights over them and the rest is 0.0049 nats, where the whole is 0.0058.
+# On SmolLM2 the top 32 tokens hold 0.97 of the probability at the median position, 0.91 on average;
+# KL of int8 weights over these tokens and the rest is 0.0049 nats, and the full KL is 0.0058.
 TOP = 32
 
 
 class GoldenPrompt(NamedTuple):
-    """A prompt, its answer, and the reference's logits after each of their tokens."""
+    """A prompt, its answer, and the reference's logits after every token of both."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -60,7 +60,7 @@ def model_of(target: Target) -> dict[str, Any]:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raises InputError for a file that is not a golden file, such as the prompts themselves."""
+    """Raises InputError for an existing file that is not a golden file, such as the prompts."""
     if not path.is_file() or not path.stat().st_size:
         return
     with path.open("rb") as file:
@@ -70,14 +70,14 @@ def check_replaceable(path: Path) -> None:
 
 
 def write(path: Path, about: Mapping[str, Any], prompts: Sequence[GoldenPrompt]) -> None:
-    """Writes a file as a whole; `about` has `made_by`, `dtype` and what `model_of` gives."""
+    """Writes a file atomically; `about` has `made_by`, `dtype` and the entries of `model_of`."""
     top = prompts[0].top.ids_TK.shape[1]
     header = {"format": FORMAT, "version": VERSION, **about, "top": top, "prompts": len(prompts)}
     write_whole(path, "".join(json.dumps(line) + "\n" for line in [header, *map(_line, prompts)]))
 
 
 def read(path: Path, target: Target) -> Golden:
-    """Reads a file; raises InputError if it is damaged, or was made with another target."""
+    """Reads a file; raises InputError for a damaged file or another target's file."""
     lines = list(corpora.read_numbered(str(path)))
     header = lines[0][1] if lines else {}
     again, count = "write it again with --write-golden", header.get("prompts")
@@ -96,9 +96,9 @@ def read(path: Path, target: Target) -> Golden:
 
 
 def _check_model(path: Path, header: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raises InputError for another target's sizes, or another vocabulary where both have one.
+    """Raises InputError for another target's sizes, or for different vocabularies if both have one.
 
-    The same vocabulary may have embeddings of different sizes.
+    With equal vocabularies, `vocab_size` may differ: embeddings may have different sizes.
     """
     hashes = [each["vocabulary_sha256"] for each in (header, ours)]
     stated, known = dict(header["target"]), dict(ours["target"])
@@ -122,7 +122,7 @@ def _line(prompt: GoldenPrompt) -> dict[str, Any]:
 
 
 def _prompt(place: str, line: Mapping[str, Any], vocab_size: int) -> GoldenPrompt:
-    """The prompt of a line; raises InputError that names the line."""
+    """The prompt of a line; raises InputError with the line's place."""
     try:
         ids_TK, logits_TN = np.array(line["ids"]), np.array(line["logits"], np.float32)
         prompt, answer = line["prompt_ids"], line["token_ids"]

@@ -44,7 +44,7 @@ TEXTS = (
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that choose prompts, how many there are, and how many are decoded at once."""
+    """Add the flags that select the prompts, their number and the batch size."""
     group = parser.add_argument_group("prompts (default: a few short questions)")
     source = group.add_mutually_exclusive_group()
     source.add_argument(
@@ -69,9 +69,9 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def batches_of(args: argparse.Namespace, target: Target) -> list[list[list[int]]]:
-    """The prompts in batches of equal size; what is left over and fills no batch is dropped.
+    """The prompts in batches of equal size; an incomplete last batch is dropped.
 
-    Raises InputError where there are too few for a batch, and for a bad line with its place.
+    Raises InputError for too few prompts for a batch, and for an invalid line, with its place.
     """
     if args.prompt_length or (args.random_weights and not args.prompts):
         shape = (args.limit or args.batch, args.prompt_length or RANDOM_LENGTH)
@@ -94,10 +94,10 @@ def batches_of(args: argparse.Namespace, target: Target) -> list[list[list[int]]
 
 
 def answers_of(path: str, target: Target, limit: int) -> Iterator[chat.Example]:
-    """The first conversations of a file as tokens, those of answers marked.
+    """The first `limit` conversations of a file as tokens, with a mask of answer tokens.
 
-    A conversation is cut where the target's positions end. Bad records are left out, with a line
-    on stderr. Raises InputError for a file that cannot be read.
+    Conversations are cut at the target's number of positions. Invalid records are skipped, with a
+    line on stderr. Raises InputError for a file that cannot be read.
     """
     tokenizer = load_tokenizer(target.folder)
     vocab_size, most = target.config.vocab_size, target.config.max_position_embeddings
@@ -113,7 +113,7 @@ def answers_of(path: str, target: Target, limit: int) -> Iterator[chat.Example]:
 
 
 def random_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]:
-    """Random weights in the shapes of a config; one of a target alone has no drafter."""
+    """Random weights in the shapes of a config; a PretrainConfig or mode plain has no drafter."""
     path = args.random_weights
     config = read_config(path, DistillConfig, PretrainConfig)
     if args.threads is not None:
@@ -132,5 +132,5 @@ def random_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]
 
 
 def shapes_of(name: str) -> TargetConfig:
-    """The sizes of the target that a config names: a known model's, else those in its folder."""
+    """The sizes of a config's target, by model name or from its folder."""
     return SHAPES[name] if name in SHAPES else describe_target(name).config

@@ -1,7 +1,7 @@
-"""An emulated network: a TCP proxy that delays, paces, hangs and refuses; it needs no rights.
+"""Network emulation by a TCP proxy that delays, paces, hangs and refuses; no privileges needed.
 
 Profile    the delay, jitter, loss and rate of a named network
-Lane       when the segments of one direction are due
+Lane       delivery times of the segments of one direction
 Proxy      a link with a profile, and its faults
 """
 
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 Direction = Literal["up", "down"]  # from client to server, and back
-SEGMENT = 1448  # bytes of a TCP packet on Ethernet, which is lost or delayed as one
-QUEUED = 1024  # segments under way in one direction of a connection; beyond that its sender waits
+SEGMENT = 1448  # bytes of a TCP packet on Ethernet, the unit of loss and delay
+QUEUED = 1024  # most segments in flight per connection and direction; then the sender waits
 Segments = asyncio.Queue[tuple[float, bytes | None]]  # b"" is the end, None a reset
 
 
@@ -27,16 +27,16 @@ Segments = asyncio.Queue[tuple[float, bytes | None]]  # b"" is the end, None a r
 class Profile:
     """A network with the same properties in both directions.
 
-    Delay and jitter are those of one direction, as in `tc netem`: a segment's delay is drawn from
-    a normal distribution whose standard deviation is the jitter, and is at least 0. `loss` is the
-    probability that a segment is lost. Raises ValueError for values out of range.
+    Delay and jitter apply per direction, as in `tc netem`: a segment's delay has a normal
+    distribution, clipped at 0, with the jitter as its standard deviation. `loss` is the probability
+    that a segment is lost. Raises ValueError for values out of range.
     """
 
     name: str
     delay_ms: float = 0.0
     jitter_ms: float = 0.0
     loss: float = 0.0
-    rate_mbit: float | None = None  # None: as fast as this machine
+    rate_mbit: float | None = None  # None: unlimited
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -47,13 +47,13 @@ class Profile:
 
     @property
     def round_trip_ms(self) -> float:
-        """The time of a ping, without jitter and queues."""
+        """The time of a ping without jitter and queueing."""
         return 2 * self.delay_ms
 
 
-# The paper's 4G, 5G and wired networks, and a bad one. For the wired network the paper gives a
+# The paper's 4G, 5G and wired networks, and a bad network. For the wired network the paper gives a
 # ping, which is a round trip, so the delay is half the ping. For the others the paper gives a mean
-# and a deviation, which we take as those of one direction: 4G has a ping of 42 ms, as phones do.
+# and a deviation, taken here as those of one direction: 4G then has a typical ping of 42 ms.
 PROFILES = {
     profile.name: profile
     for profile in (
@@ -67,10 +67,10 @@ PROFILES = {
 
 
 class Lane:
-    """One direction of a link: its segments share one queue and keep their order.
+    """One direction of a link; its segments share one queue and keep their order.
 
-    TCP hides a loss from a proxy, so a lost segment, and those after it, are held for two round
-    trips, after which TCP would send the segment again (tail loss probe, RFC 8985).
+    TCP hides losses from a proxy, so a lost segment, and all segments after it, are held for two
+    round trips, after which TCP would retransmit the segment (tail loss probe, RFC 8985).
     """
 
     def __init__(self, profile: Profile, seed: int, direction: Direction) -> None:
@@ -79,9 +79,9 @@ class Lane:
         self._free_at = self._last_due = 0.0  # seconds, on the caller's clock
 
     def due(self, now: float, size: int) -> float:
-        """The time at which a segment of `size` bytes that enters now comes out.
+        """The delivery time of a segment of `size` bytes that enters at time `now`.
 
-        Both times are on the caller's clock.
+        Both times are seconds on the caller's clock.
         """
         profile = self._profile
         lost = self._random.random() < profile.loss
@@ -97,14 +97,14 @@ class Proxy:
     """Connects clients of (host, port) to a target over an emulated link that can fail.
 
     All connections share the link. Start a proxy with `async with` or `in_thread`. Methods that
-    make or end a fault may be called from any thread, and take effect before they return.
+    start or end a fault may be called from any thread, and take effect before they return.
     """
 
     def __init__(
         self, host: str, port: int, profile: Profile = PROFILES["loopback"], seed: int = 0
     ) -> None:
-        """`host` and `port` are those of the target."""
-        self.host, self.port = "127.0.0.1", 0  # the port is known once the proxy has started
+        """`host` and `port` are the target's address."""
+        self.host, self.port = "127.0.0.1", 0  # the port is set when the proxy starts
         self.carried: dict[Direction, int] = {"up": 0, "down": 0}  # bytes delivered
         self._target = host, port
         self._lanes = {way: Lane(profile, seed, way) for way in self.carried}
@@ -123,7 +123,7 @@ class Proxy:
         await asyncio.gather(*connections, return_exceptions=True)
 
     def cut(self) -> None:
-        """Stops all traffic silently: connections hang, new ones too."""
+        """Stops all traffic silently: old and new connections hang."""
         self._in_loop(self._whole.clear)
 
     def refuse(self) -> None:
@@ -131,11 +131,11 @@ class Proxy:
         self._in_loop(self._refuse)
 
     def heal(self) -> None:
-        """Ends all faults: delivers what a cut held back, and accepts new connections."""
+        """Ends all faults: delivers the data held by a cut, and accepts new connections."""
         self._in_loop(self._heal)
 
     def _in_loop(self, act: Callable[[], None]) -> None:
-        """Calls `act` in the loop's thread, and returns when it has ended."""
+        """Calls `act` in the loop's thread and waits until it returns."""
         if threading.get_ident() == self._thread:
             return act()
 
@@ -163,7 +163,7 @@ class Proxy:
     def _accept(self) -> None:
         try:
             client, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # the client has given up
+        except (BlockingIOError, ConnectionAbortedError):  # the client closed the connection
             return
         connection = self._loop.create_task(self._connect(client))
         self._connections.add(connection)
@@ -171,7 +171,7 @@ class Proxy:
         connection.add_done_callback(lambda _: client.close())  # even if the task never ran
 
     async def _connect(self, client: socket.socket) -> None:
-        """Carries one connection until both directions have ended or one is reset."""
+        """Forwards one connection until both directions end or one is reset."""
         with socket.socket() as server:
             try:
                 for end in (client, server):
@@ -186,7 +186,7 @@ class Proxy:
                         tasks.create_task(self._write(way, sink, segments))
             except* OSError:
                 for end in (client, server):
-                    # With a linger time of 0, closing sends a reset.
+                    # With a linger time of 0, close() sends a reset.
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     async def _read(self, way: Direction, source: socket.socket, segments: Segments) -> None:
@@ -195,7 +195,7 @@ class Proxy:
             try:
                 data = await self._loop.sock_recv(source, SEGMENT)
             except ConnectionResetError:
-                data = None  # a reset is carried like data, and not while the link is cut
+                data = None  # a reset is forwarded like data, not during a cut
             due = self._lanes[way].due(self._loop.time(), len(data or b""))
             await segments.put((due, data))
 
@@ -211,14 +211,14 @@ class Proxy:
             await self.send(way, sink, data)
 
     async def send(self, way: Direction, sink: socket.socket, data: bytes) -> None:
-        """Hands a segment that is due to the receiver; a ConnectionResetError resets both ends."""
+        """Sends a due segment to the receiver; a ConnectionResetError resets both ends."""
         await self._loop.sock_sendall(sink, data)
         self.carried[way] += len(data)
 
 
 @contextlib.contextmanager
 def in_thread(proxy: Proxy) -> Iterator[Proxy]:
-    """Runs a proxy in a thread of its own."""
+    """Runs a proxy in its own thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="proxy", daemon=True)
     thread.start()

@@ -1,8 +1,8 @@
-"""Figures of the paper's authors, for reference: Llama-3-8B-Instruct, greedy, trees of 62 tokens.
+"""The paper authors' figures for reference: Llama-3-8B-Instruct, greedy, trees of 62 tokens.
 
-From the chart in their README. All of their MoA rows have the same numbers for MT-bench and GSM8K
-while no other method's do, so one column was pasted over the other, and the means hold it twice:
-these are DOUBTFUL.
+Source: the chart in their README. All MoA rows have the same numbers for MT-bench and GSM8K, unlike
+the rows of other methods, so one of the two columns is probably a copy of the other, and the means
+include the copy. These figures are DOUBTFUL.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from infer.bench.suites import PAPER as SETS
 
 
 class PaperFigures(NamedTuple):
-    """Speedup over plain decoding, None where it is not stated, and tau with the bonus token."""
+    """Speedup over plain decoding (None if not stated), and tau including the bonus token."""
 
     speedup: float | None
     tau: float
@@ -21,7 +21,7 @@ class PaperFigures(NamedTuple):
 
 ALL = "all"  # the mean over the six sets
 MAIN = "MoA N=0"
-DOUBTFUL = ("mt_bench", "gsm8k", ALL)  # of the rows of MoA
+DOUBTFUL = ("mt_bench", "gsm8k", ALL)  # in the MoA rows
 _CHART = """
 MoA N=0:  1.80 3.86  2.28 4.98  1.80 3.86  2.03 4.36  2.10 4.55  1.72 3.73  1.95 4.22
 MoA N=1:  1.83 4.19     -    -  1.83 4.19     -    -     -    -     -    -  1.95 4.50
@@ -46,7 +46,7 @@ PAPER = {
 
 
 def cell(method: str, row: str) -> str:
-    """Speedup and tau as a table shows them, a question mark after doubtful figures."""
+    """Speedup and tau as a table cell, with a question mark after doubtful figures."""
     figures = PAPER[method].get(row)
     if figures is None:
         return "-"

@@ -1,15 +1,15 @@
-"""Time and bytes of each phase of a round, measured on a generation stopped half way.
+"""Time and bytes per phase of a round, measured on a generation stopped half way.
 
-    prefill   the prompt through the target, LSA over it
+    prefill   the prompt through the target, LSA over the prompt
     draft     propose: the drafter, level by level
     verify    one target pass over the tree, the verdict, the commit
     extend    LSA and the drafter's rows for the accepted path
-    host      one call of the loop's program with no row left to decode: once a generation
+    host      one call of the loop's program with all rows done: once per generation
 
-Draft, verify and extend run in loops of their own on the device, each turn waiting for the one
-before. Phases measured apart need not sum to a round: in one program the compiler overlaps and
-fuses them, and a loop of one phase finds its own weights in the cache where they fit. So the time
-of a round of whole generations stands beside their sum.
+Draft, verify and extend each run in a separate loop on the device; every iteration waits for the
+previous iteration. Separately measured phases need not sum to a round: in one program the compiler
+overlaps and fuses phases, and a loop of one phase may find its weights in the cache. The results
+therefore also show the time of a round in complete generations.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def measure(
     prefill_ms: float,
     bandwidth: float,
 ) -> dict[str, Any]:
-    """The phases of a mode and the host's share, by their keys in the JSON document.
+    """The phases of a mode and the host's time, by their keys in the JSON document.
 
-    `rounds` is the number of rounds of the batch, and `bandwidth` is in bytes/s. The loop runs
-    under a guard: a transfer between host and device is an error.
+    `rounds` is the batch's number of rounds, and `bandwidth` is in bytes/s. The decode loop runs
+    under a transfer guard: transfers between host and device raise an error.
     """
     state, limits, law, _ = session.start(prompts, max_new_tokens, stop_ids, GREEDY)
     lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -80,7 +80,7 @@ def measure(
 
 
 def _prefill_bytes(session: Session, state: DecodeState, lengths_B: np.ndarray, law: Any) -> int:
-    """Weights and caches once for each chunk, and the head once."""
+    """Bytes read by prefill: weights and caches once per chunk, and the head once."""
     held = (session.weights, state.now)
     hidden_BD = jnp.zeros((len(lengths_B), session.target.config.block.hidden_size))
 
@@ -99,9 +99,9 @@ def _prefill_bytes(session: Session, state: DecodeState, lengths_B: np.ndarray, 
 def _phases(
     session: Session, state: DecodeState, limits: Any, law: Any
 ) -> tuple[DecodeState, dict[str, tuple[float, int]]]:
-    """Seconds and bytes of each phase, on the outputs of the phase before.
+    """Seconds and bytes per phase; each phase runs on the previous phase's outputs.
 
-    Caches are donated from call to call, so memory stays flat.
+    Caches are donated from call to call, so memory use does not grow.
     """
     timed = functools.partial(_timed, session.setup, session.weights)
     caches, cache = state.now.target_caches, state.now.draft_cache
@@ -118,12 +118,12 @@ def _phases(
 
 
 def with_caches(state: DecodeState, target_caches: Any, draft_cache: Any) -> DecodeState:
-    """The same generation on other caches."""
+    """The state with other caches."""
     now = state.now._replace(target_caches=target_caches, draft_cache=draft_cache)
     return state._replace(now=now)
 
 
-# ---- one turn of each phase: the caches that it writes, and what it gives ------------------
+# ---- one iteration per phase: returns the caches that it writes, and its other outputs ----
 
 
 def _draft(setup: Setup, weights: Weights, read: Any, cache: Any) -> tuple[Any, Any]:
@@ -148,16 +148,16 @@ def _extend(setup: Setup, weights: Weights, read: Any, cache: Any) -> tuple[Any,
     return step.extend(setup, weights, cache, tokens_BD, length_B, tapped), None
 
 
-# ---- clocks -------------------------------------------------------------------------------
+# ---- timing -------------------------------------------------------------------------------
 
 
 def _timed(
     setup: Setup, weights: Weights, phase: Callable[..., Any], caches: Any, read: Any
 ) -> tuple[tuple[float, int], Any, Any]:
-    """Seconds and bytes of a phase, its caches afterwards, and what it gives.
+    """Seconds and bytes of a phase, its final caches, and its other outputs.
 
-    The loop's barrier makes each turn wait for the one before, and keeps the compiler from moving
-    work out of the loop.
+    The loop's barrier makes every iteration wait for the previous iteration, and keeps the compiler
+    from moving work out of the loop.
     """
     turn = functools.partial(phase, setup)
     size = bytes_read(lambda held: turn(held[0], read, held[1]), (weights, caches))
@@ -181,13 +181,13 @@ def _timed(
         rest = (weights, read, jnp.int32(turns))
         each, (caches, found) = _clocked(program, caches, *rest)
         seconds.append(each / turns)
-        if not index:  # the first loop warms up, and says how many turns are worth timing
+        if not index:  # the first loop warms up and sets the iteration count
             turns = int(min(max(SECONDS_A_LOOP / seconds.pop(), 3), MOST_TURNS))
     return (float(np.median(seconds)), size), caches, found
 
 
 def _clocked(program: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-    """Seconds of a call, and its outputs."""
+    """The seconds of a call, and its outputs."""
     begin = time.perf_counter()
     found = jax.block_until_ready(program(*arguments))
     return time.perf_counter() - begin, found

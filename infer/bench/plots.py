@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: tau and speedup by set, acceptance by position."""
+"""Plots of an evaluation: tau and speedup by set, acceptance by position."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ POSITIONS = {
 
 
 def speed_figure(document: Mapping[str, Any]) -> Figure:
-    """Speedup with its quartiles above, tau below: a group of bars a set, a colour a candidate.
+    """Speedup with quartiles above, tau below: a group of bars per set, a colour per candidate.
 
-    The paper's figures are open diamonds, where they can be trusted.
+    Open diamonds mark the paper's figures, except doubtful ones.
     """
     from matplotlib.figure import Figure
 
@@ -62,7 +62,7 @@ def speed_figure(document: Mapping[str, Any]) -> Figure:
 
 
 def acceptance_figure(document: Mapping[str, Any]) -> Figure:
-    """Share of drafts accepted at each position, of rounds that drafted or that reached it."""
+    """Acceptance rate by position, of rounds that drafted the position or that reached it."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -84,6 +84,6 @@ def acceptance_figure(document: Mapping[str, Any]) -> Figure:
 
 
 def _legend(figure: Any, panel: Any) -> None:
-    """The names of one panel above all of them."""
+    """Draws one panel's legend above all panels."""
     found = panel.get_legend_handles_labels()
     figure.legend(*found, loc="outside upper center", ncols=5, frameon=False, fontsize=9)

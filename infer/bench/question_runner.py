@@ -1,4 +1,4 @@
-"""A question put to all candidates, turn by turn; compiling is never part of a time."""
+"""Answers a question with all candidates, turn by turn; times exclude compilation."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from moa_jax.decode.text import before_stop, detokenizer_of
 from moa_jax.measure.turns import rotated
 from moa_jax.pretrained import Target
 
-SHORTEST = 16  # a turn that leaves room for fewer new tokens is not asked
+SHORTEST = 16  # a turn with fewer possible new tokens is skipped
 
 
 class QuestionRunner(NamedTuple):
-    """The models and settings that all questions of a run share."""
+    """The models and settings of a run."""
 
     target: Target
     tokenizer: Any
@@ -34,13 +34,14 @@ class QuestionRunner(NamedTuple):
     stop_ids: list[int] | None
     stop_when: StopWhen | None
     cache_rows: int | None
-    comparable: bool  # drafts may change no text, not even a sampled one
+    comparable: bool  # whether drafts must not change any answer, even a sampled answer
 
     def ask(self, question: Question, index: int) -> dict[str, Answer]:
-        """Answers by candidate; another candidate begins at each index (moa_jax/measure/turns.py).
+        """Answers by candidate; the order rotates with `index` (moa_jax/measure/turns.py).
 
-        An answer that differs from plain decoding's has the place and the margin. Drawn candidates
-        change a sampled answer but not its distribution, so these are not compared.
+        An answer that differs from plain decoding's has the place and the margin of the difference.
+        Sampled drafts change a sampled answer but not its distribution, so such answers are not
+        compared.
         """
         sampling = row_of(self.sampling, index)
         found = {
@@ -56,14 +57,14 @@ class QuestionRunner(NamedTuple):
         return found
 
     def room(self, prompt: list[int]) -> int:
-        """New tokens that every candidate can write after a prompt; 0 where it is too long."""
+        """New tokens that every candidate can generate after a prompt; 0 for a long prompt."""
         draft_rows = max(candidate.session.shape.num_rows for candidate in self.candidates)
         positions = self.target.config.max_position_embeddings
         room = Room(positions, self.cache_rows, draft_rows).behind(len(prompt))
         return min(room, self.max_new_tokens) if room >= SHORTEST else 0
 
     def first_prompt(self, question: Question) -> list[int]:
-        """The prompt of the first turn, after the history."""
+        """The prompt of the first turn, including the history."""
         return chat.prompt_ids(self.tokenizer, question.messages())
 
     def _talk(self, session: Session, question: Question, sampling: Sampling) -> Answer:
@@ -81,7 +82,7 @@ class QuestionRunner(NamedTuple):
         return answer
 
     def _decode(self, session: Session, prompt: list[int], room: int, sampling: Sampling) -> Result:
-        """The answer to one turn; where a program was compiled for it, the second time counts."""
+        """The answer to one turn; after a compilation the turn runs again."""
         compiled, settings = session.num_compiled, {"stop_ids": self.stop_ids, "sampling": sampling}
         (result,) = session.generate([prompt], room, stop_when=self.stop_when, **settings)
         if session.num_compiled > compiled:
@@ -102,7 +103,7 @@ class QuestionRunner(NamedTuple):
 def runner_of(
     args: argparse.Namespace, target: Target, tokenizer: Any, candidates: list[Candidate]
 ) -> QuestionRunner:
-    """The runner that the flags describe; raises InputError for a stop that can never come."""
+    """The runner for the flags; raises InputError for stop ids outside the vocabulary."""
     check_stop_ids(args.stop_ids, target.config.vocab_size)
     return QuestionRunner(
         target,

@@ -1,4 +1,4 @@
-"""A target and a drafter of given shapes with random weights, made where they live."""
+"""A target and a drafter with random weights, initialised directly on their devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def random_target(
     weights: Format | None = None,
     mesh: Mesh | None = None,
 ) -> Target:
-    """A target that no file holds; `folder` is only the name that is shown.
+    """A target with random weights; `folder` is only a name for messages.
 
     Raises InputError for a mesh as `load_target` does.
     """
@@ -46,9 +46,9 @@ def random_drafter(
     seed: int = 1,
     weights: Format | None = None,
 ) -> LoadedDrafter:
-    """A drafter for `target` that no file holds, on the same mesh if that lies on one.
+    """A drafter for `target` with random weights, on the target's mesh, if any.
 
-    Raises InputError for shapes that do not fit it.
+    Raises InputError for shapes that do not fit the target.
     """
     kind = DRAFTERS[method]
     kind.make(config, target.config)
@@ -69,7 +69,7 @@ def random_params(
     weights: Format | None,
     sharding: ShardingOf | None,
 ) -> Any:
-    """N(0, 0.02), norm scales 1, biases 0: one array after the other, each born as it is stored."""
+    """N(0, 0.02), norm scales 1, biases 0; creates one array at a time in its final format."""
     leaf = functools.partial(_leaf, jnp.dtype(dtype), weights)
     leaves = {}
     for index, (path, packing) in enumerate(table.items()):
@@ -88,7 +88,7 @@ def _leaf(
     sharding: NamedSharding | None,
     key: jax.Array,
 ) -> Matrix:
-    """Equal shapes share a program; rounding to `dtype` is part of it, so no wide copy is made."""
+    """Equal shapes share a program; the program rounds to `dtype`, so no wide copy is stored."""
     if name in ("scale", "bias"):
         leaf = jnp.full(shape, name == "scale", dtype)
     else:

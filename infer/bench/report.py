@@ -1,17 +1,16 @@
-"""The report of infer.evaluate: figures by set and candidate, and the tables that show them.
+"""The report of infer.evaluate: figures by set and candidate, and their tables.
 
-A question's rate is all its new tokens over all its seconds, those of prefill included, as in
-Spec-Bench.
+A question's rate is all its new tokens over all its seconds, including prefill, as in Spec-Bench.
 
     speedup         median over questions of (rate / that of plain decoding), with quartiles
-    ... of totals   plain decoding's seconds for all questions / those taken
-    ... of rounds   the median again, of tokens after each first one over seconds after prefill
-    tau             tokens after each first one / rounds, both summed over all questions
-    ... of another  over the tau of the first drafter that drafts in the same mode
-    ... a question  the mean over questions of their own tau
+    ... of totals   plain decoding's seconds for all questions / the candidate's seconds
+    ... of rounds   the same median for (tokens after the first / seconds after prefill)
+    tau             tokens after the first / rounds, both summed over all questions
+    ... of another  tau / tau of the first drafter with the same mode
+    ... a question  mean over questions of the question's tau
     target calls    prefills and rounds
-    repeated        share of 8-grams that an answer has had before: loops flatter tau
-    stopped         share of answers that ended by themselves
+    repeated        share of 8-grams that repeat within an answer; loops inflate tau
+    stopped         share of answers with finish reason "stop"
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ from infer.bench.tables import (
 )
 from moa_jax.decode.exactness import Difference
 
-Answered = Mapping[Question, Mapping[str, Answer]]  # each question's, by candidate
+Answered = Mapping[Question, Mapping[str, Answer]]  # question -> candidate -> answer
 Row = dict[str, Any]
 NGRAM = 8
-MOST_COLUMNS = 12  # sets that a line has room for; all have a line of their own below
+MOST_COLUMNS = 12  # most sets as columns; the detailed table has a line per set
 TOO_LONG = "too long for the target"
 CAUTION = (
     "The rows of the paper are for reference: Llama-3-8B-Instruct, greedy, trees of 62 tokens, "
@@ -60,7 +59,7 @@ CAUTION = (
 
 
 class QuestionTotals(NamedTuple):
-    """Sums over the turns of each question, (Q,); committed tokens leave out each first one."""
+    """Sums over turns per question, (Q,); committed tokens exclude the first token per turn."""
 
     tokens_Q: np.ndarray
     wall_Q: np.ndarray
@@ -76,9 +75,9 @@ class QuestionTotals(NamedTuple):
 def document_of(
     answers: Answered, left_out: Mapping[Question, str], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The whole report: `rows`, one for each set and candidate, and what stands beside them.
+    """The complete report: `rows`, one per set and candidate, and the other keys.
 
-    `left_out` has the questions that were not asked, each with the reason.
+    `left_out` maps skipped questions to the reason.
     """
     groups: dict[str, list[Question]] = {}
     for question in answers:
@@ -122,7 +121,7 @@ def _row(
     rates = [(each.committed_Q[both_Q] / each.decode_Q[both_Q]) for each in (ours, plain)]
     taus = ours.committed_Q[own_Q] / ours.rounds_Q[own_Q]
     rounds, grams = int(ours.rounds_Q.sum()), [repeats(each.token_ids) for each in results]
-    same = [answer.same_as_plain for answer in answers]  # None where they need not be the same
+    same = [answer.same_as_plain for answer in answers]  # None where answers may differ
     shape = settings["models"][model]
     return {
         "set": group,
@@ -161,7 +160,7 @@ def _totals(answers: Sequence[Answer]) -> QuestionTotals:
 
 
 def _add_intervals(rows: list[Row], answers: Answered, settings: Mapping[str, Any]) -> None:
-    """Adds to the last rows the interval of their tau, also as a share of the first one's."""
+    """Adds intervals of tau, and of tau over the first drafter's tau, to the rows of all sets."""
     modes = {model: shape["mode"] for model, shape in settings["models"].items()}
     totals = {model: _totals([each[model] for each in answers.values()]) for model in modes}
     counts = {model: TauCounts(each.committed_Q, each.rounds_Q) for model, each in totals.items()}
@@ -176,7 +175,7 @@ def _add_intervals(rows: list[Row], answers: Answered, settings: Mapping[str, An
 
 
 def repeats(tokens: list[int]) -> tuple[int, int]:
-    """The number of 8-grams that an answer has had before, and the number of all."""
+    """The number of repeated 8-grams in an answer, and the number of all its 8-grams."""
     grams = [tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1)]
     return len(grams) - len(set(grams)), len(grams)
 
@@ -237,9 +236,9 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def _overview(rows: Sequence[Row], methods: Iterable[str]) -> list[Row]:
-    """A line a candidate and a column a set, as in the paper, and the paper's own lines below.
+    """A line per candidate and a column per set, as in the paper, then the paper's lines.
 
-    With more sets than a line has room for, such as sources of conversations, only all of them.
+    With more than MOST_COLUMNS sets, such as sources of conversations, only the column of all sets.
     """
     sets = list(dict.fromkeys(row["set"] for row in rows))
     sets = sets if len(sets) <= MOST_COLUMNS else [ALL]
@@ -258,7 +257,7 @@ def _overview(rows: Sequence[Row], methods: Iterable[str]) -> list[Row]:
 
 
 def _papers_cell(method: str, name: str, rows: Sequence[Row]) -> str:
-    """The paper's figures; their mean is over six sets, and no reference for some of them."""
+    """The paper's figures; the paper's mean is shown only if all six sets are present."""
     has_all = {row["set"] for row in rows} >= {*PAPER}
     return paper.cell(method, name) if name != ALL or has_all else "-"
 
@@ -274,7 +273,7 @@ def _share(row: Row) -> str:
 
 
 def _skips(skipped: list[dict[str, Any]]) -> str:
-    """A line a reason, with the questions of each set."""
+    """A line per reason, with its questions by set."""
     reasons: dict[str, dict[str, list[str]]] = {}
     for each in skipped:
         turn = f" (turn {each['turn']})" if each["turn"] > 1 else ""

@@ -1,4 +1,4 @@
-"""The price of a round without trained weights: drafts are accepted by a throw of dice."""
+"""Simulated acceptance: measures the cost of a round without trained weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Array = jax.Array
 
 
 def accept_with(probability: float, seed: int = 0) -> Callable[..., Array]:
-    """A `Setup.choose` that follows a node's first child with this probability, else none.
+    """A `Setup.choose` that accepts a node's first child with `probability`, and no other child.
 
-    The throw belongs to (row, position), so a chain of depth d has a tau of 1 + p + ... +
-    p^(d-1). A node that is not followed gets the target's own choice, or the next id that is
-    no child of it: the logits are computed as ever.
+    The random number depends on (row, position), so a chain of depth d has a tau of 1 + p + ... +
+    p^(d-1). If the child is rejected, the token is the target's argmax, or the next id that is not
+    a child of the node. The logits are computed as usual.
     """
 
     def choose(setup: Setup, law: Law, now: RoundState, tree: Tree, logits_BNV: Array) -> Array:
@@ -31,7 +31,7 @@ def accept_with(probability: float, seed: int = 0) -> Callable[..., Array]:
         free_BNj = jnp.all(other_BNj[..., None] != child_BNk[:, :, None, :], axis=-1)
         first_BN1 = jnp.argmax(free_BNj, axis=-1, keepdims=True)
         other_BN = jnp.take_along_axis(other_BNj, first_BN1, axis=-1)[..., 0]
-        # The throw depends on the seed, the row and the position alone.
+        # The random number depends only on the seed, the row and the position.
         position_BN = now.length_B[:, None] + tree.depth_BN
         keys_B = jax.random.split(jax.random.key(seed), position_BN.shape[0])
         one = lambda key, place: jax.random.uniform(jax.random.fold_in(key, place))

@@ -1,12 +1,12 @@
 """Statistics of measured runs, and bootstrap intervals of tau.
 
-A run is one batch of prompts decoded once; its rate is the tokens of all its rows after their
-first, which comes from prefill, over the seconds from prefill's end to the last row's end.
+A run is one batch of prompts decoded once. A run's rate is the tokens of all its rows, without the
+first token per row (from prefill), over the seconds from the end of prefill to the last row's end.
 
     tokens/s        median of the rates of all runs, with quartiles
-    speedup         median over batches of (median rate over repeats / that of plain decoding)
-    ... of totals   (all tokens / all seconds) / that of plain decoding
-    tau             tokens after each first one / verifications, both summed over rows
+    speedup         median over batches of (median rate over repeats / plain decoding's)
+    ... of totals   (all tokens / all seconds) / plain decoding's
+    tau             tokens after the first per row / verifications, both summed over rows
 
 References: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13 (percentiles).
 """
@@ -21,7 +21,7 @@ import numpy as np
 
 from moa_jax.decode.session import Result
 
-DRAWS, SHARE = 1000, 0.9  # bootstrap draws, and the share of them that an interval holds
+DRAWS, SHARE = 1000, 0.9  # bootstrap draws, and an interval's share of the draws
 Interval = tuple[float, float]
 
 
@@ -41,14 +41,14 @@ class Run(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """Rounds of the loop: those of the longest row."""
+        """Rounds of the loop: the maximum over rows."""
         return max(result.rounds for result in self.results)
 
 
 def summarise(runs: Sequence[Run], levels: int) -> dict[str, Any]:
     """Speed and acceptance of one mode whose rounds commit up to `levels` tokens.
 
-    Runs that ended with prefill are left out.
+    Runs that ended with prefill are excluded.
     """
     runs = [run for run in runs if run.rounds]
     rates = [run.tokens / run.seconds for run in runs]
@@ -87,12 +87,13 @@ def beside(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
 
 
 def acceptance(results: Iterable[Result], levels: int) -> dict[str, Any]:
-    """Share of accepted drafts, all and by position; position 1 is the root's child.
+    """Acceptance rate of drafts, overall and by position; position 1 is the root's child.
 
-    Unconditional: of the rounds that drafted the position; conditional: of those that also accepted
-    the one before. The last round of an answer is left out, since a stop or the limit cut it.
+    Unconditional: of the rounds that drafted the position. Conditional: of the rounds that drafted
+    the position and accepted the previous position. The last round of an answer is excluded,
+    because a stop or the limit truncates it.
     """
-    accepted, reached, drafted = [], [], 0  # drafts and levels by round, drafted nodes in all
+    accepted, reached, drafted = [], [], 0  # per round: accepted, levels; all nodes
     for result in results:
         accepted += [length - 1 for length in result.accept_lengths[:-1]]
         reached += (result.drafted_levels or result.drafted)[:-1]
@@ -119,17 +120,17 @@ def median(values: Sequence[float]) -> float | None:
 
 
 def quartiles(values: Sequence[float]) -> list[float] | None:
-    """The first and the third."""
+    """The first and the third quartile; None if `values` is empty."""
     return np.quantile(values, (0.25, 0.75)).tolist() if len(values) else None
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
-    """None where a number is missing or the second is 0."""
+    """`above` / `below`; None if either is None or `below` is 0."""
     return above / below if above is not None and below else None
 
 
 def _rates(runs: Sequence[Run]) -> dict[int, list[float]]:
-    """Tokens/s by batch of each repeat; batches that ended with prefill are left out."""
+    """Batch -> tokens/s per repeat; runs that ended with prefill are excluded."""
     rates: dict[int, list[float]] = defaultdict(list)
     for run in runs:
         if run.rounds:
@@ -141,17 +142,18 @@ def _rates(runs: Sequence[Run]) -> dict[int, list[float]]:
 
 
 class TauCounts(NamedTuple):
-    """Tokens and rounds by prompt (P,); all counts that are compared have the same prompts."""
+    """Tokens and rounds per prompt, (P,); compared counts must have the same prompts."""
 
     tokens_P: np.ndarray
     rounds_P: np.ndarray
 
 
 def interval_of(seeds: Sequence[TauCounts], bases: Sequence[TauCounts] = ()) -> Interval:
-    """Interval of the mean tau over seeds, by draws of seeds and prompts with repetition.
+    """Bootstrap interval of the mean tau over seeds; resamples seeds and prompts.
 
-    With `bases` it is that of the ratio to their mean, on the same draws of prompts but with seeds
-    of their own. Prompts without a round are not drawn; at least one prompt must have rounds.
+    With `bases`, the interval of the ratio to the mean tau of `bases`, with the same draws of
+    prompts and separate draws of seeds. Prompts without rounds are not drawn; at least one prompt
+    must have rounds.
     """
     (some,) = np.nonzero(np.all([counts.rounds_P for counts in (*seeds, *bases)], axis=0))
     prompts_DP = some[np.random.default_rng(0).integers(len(some), size=(DRAWS, len(some)))]

@@ -1,10 +1,10 @@
-"""Question sets: the demo's, the paper's six, Spec-Bench's, a file's, and those of public data.
+"""Question sets: bundled, of the paper, of Spec-Bench, from files and from public data sets.
 
-`--suite` takes any of these, with commas between them:
+`--suite` takes any of these, separated by commas:
 
-    demo                            twelve questions of ours in six small sets: demo-mt_bench, ...
-    paper                           mt_bench, humaneval, gsm8k, alpaca, sum, qa below data:specbench
-    spec_bench                      the 480 of Spec-Bench, in its six subtasks
+    demo                            twelve bundled questions in six small sets: demo-mt_bench, ...
+    paper                           mt_bench, humaneval, gsm8k, alpaca, sum, qa in data:specbench
+    spec_bench                      the 480 questions of Spec-Bench, in its six subtasks
     mt_bench,qa                     some of the sets above
     FOLDER/question.jsonl           lines {"question_id", "category", "turns": [...]}
     hub:cnn_dailymail:3.0.0/test    through `datasets`
@@ -35,20 +35,20 @@ KNOWN = (
     "tfds:NAME/SPLIT"
 )
 PUBLIC = ("hub:", "tfds:")
-PUBLIC_ROWS = 80  # the size of each of the paper's sets
-# Spec-Bench tells the categories of its multi-turn questions and calls them one subtask.
+PUBLIC_ROWS = 80  # questions per set of the paper
+# The categories of Spec-Bench's multi-turn questions, which form one subtask.
 TALKS = "writing roleplay reasoning math coding extraction stem humanities".split()
 
 
 class Question(NamedTuple):
-    """The turns of a user; `group` is the row of a table that the question counts for."""
+    """The user turns of one question; `group` is its row in the tables."""
 
     set: str
     id: int | str
     category: str
     group: str
     turns: tuple[str, ...]
-    history: tuple[tuple[str, str], ...] = ()  # role and text of each earlier message
+    history: tuple[tuple[str, str], ...] = ()  # (role, content) of earlier messages
 
     def messages(self) -> list[Message]:
         """The history and the first turn."""
@@ -57,10 +57,10 @@ class Question(NamedTuple):
 
 
 def load_suite(text: str, public_rows: int = PUBLIC_ROWS) -> list[Question]:
-    """The questions that `--suite` names, of public data the first `public_rows`.
+    """The questions of `--suite`; of public data sets the first `public_rows`.
 
-    Raises InputError for a set that is missing or named twice, and for a line that is no
-    question, naming file and line.
+    Raises InputError for a set that is missing or named twice, and for an invalid line, with file
+    and line number.
     """
     found: list[Question] = []
     sets = list(_sets_of(text))
@@ -78,9 +78,9 @@ def choose(
     limit: int | None,
     why_not: Callable[[Question], str | None],
 ) -> tuple[list[Question], dict[Question, str]]:
-    """The first questions of each set, at most `limit`, without those that are left out.
+    """The first `limit` usable questions per set, and the skipped questions with their reasons.
 
-    Second come the questions left out, each with the reason that `why_not` gives.
+    `why_not` returns the reason to skip a question, or None.
     """
     count: Counter[str] = Counter()
     chosen, left_out = [], {}
@@ -97,14 +97,14 @@ def choose(
 
 
 def digest(questions: Iterable[Question]) -> str:
-    """The sha256 of all that is asked."""
+    """The sha256 of all questions."""
     return json_hash(list(questions))
 
 
 def _sets_of(text: str) -> Iterator[tuple[str, str]]:
-    """Name and path of each set."""
+    """Yields name and path per set."""
     for part in names(text):
-        if part == "demo":  # named apart from the real ones, whose figures are others
+        if part == "demo":  # distinct names: the full sets have other figures
             yield from ((f"demo-{name}", str(DEMO / name / FILE)) for name in PAPER)
         elif part == "paper":
             yield from ((name, f"data:specbench/{name}/{FILE}") for name in PAPER)
@@ -154,15 +154,15 @@ def _question(name: str, record: dict[str, Any], place: str) -> Question:
 
 
 def _from_public(record: dict[str, Any], number: int) -> dict[str, Any]:
-    """A record of CNN/DailyMail, Natural Questions, GSM8K or the like as a line of a question file.
+    """Converts a record of CNN/DailyMail, Natural Questions, GSM8K or the like to a question line.
 
-    A record that asks nothing becomes a line without turns, which is refused like any other.
+    A record without a question becomes a line without turns, which `_question` refuses.
     """
     asked = record.get("question")
     asked = asked.get("text") if isinstance(asked, dict) else asked
     turns = record.get("turns")
     if isinstance(asked, str) and asked.strip():
-        asked = asked.strip()  # Natural Questions has them as people typed them
+        asked = asked.strip()  # Natural Questions has raw search queries
         turns = [asked if asked[-1] in ".?!" else f"{asked[0].upper()}{asked[1:]}?"]
     elif isinstance(record.get("article"), str):
         turns = [f"Summarize: {record['article'].strip()}"]

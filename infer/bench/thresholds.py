@@ -1,4 +1,4 @@
-"""The limits of infer.check: by format of the weights, and the flags that set others."""
+"""The limits of infer.check by weight format, and the flags that override them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infer.program import above_zero
 
 
 class Thresholds(NamedTuple):
-    """Upper limits of each prompt's figures, and lower limits of its agreements."""
+    """Upper limits of a prompt's distances, and lower limits of its agreements."""
 
     mean_kl: float  # nats
     worst_kl: float
@@ -19,11 +19,12 @@ class Thresholds(NamedTuple):
     top5_agreement: float
 
 
-# Measured on SmolLM2-135M and the bundled pair, six prompts each, the worst prompt (mean KL, worst
-# KL, logit difference): float32 4e-11, 2e-10, 2e-4; bfloat16 1e-3, 2e-2, 1.5; int8 9e-3, 5e-2, 2.6.
-# The limits leave room for larger models: some 50 times these logit differences in float32, since a
-# wrong computation moves logits by far more than 0.01, and some 3 times elsewhere. Agreements leave
-# room for near ties. FP8 needs a GPU and was not measured; its limits are those of int8.
+# Measured on SmolLM2-135M and the bundled pair, six prompts each; worst prompt (mean KL, worst KL,
+# logit difference): float32 4e-11, 2e-10, 2e-4; bfloat16 1e-3, 2e-2, 1.5; int8 9e-3, 5e-2, 2.6.
+# The limits have a margin for larger models: about 50 times these logit differences in float32,
+# because a wrong computation changes logits by far more than 0.01, and about 3 times for other
+# formats. Agreements have a margin for near ties. FP8 needs a GPU and was not measured; its limits
+# are those of int8.
 _EIGHT_BITS = Thresholds(3e-2, 2e-1, 8.0, 0.85, 0.85)
 THRESHOLDS = {
     "float32": Thresholds(1e-8, 1e-6, 1e-2, 0.99, 0.99),
@@ -32,7 +33,7 @@ THRESHOLDS = {
     "fp8": _EIGHT_BITS,
 }
 
-_NAMES = {  # of a figure: its flag, and its name in sentences
+_NAMES = {  # figure -> (flag, name in messages)
     "mean_kl": ("--max-mean-kl", "mean KL"),
     "worst_kl": ("--max-kl", "worst KL"),
     "logit_difference": ("--max-logit-difference", "logit difference"),
@@ -42,7 +43,7 @@ _NAMES = {  # of a figure: its flag, and its name in sentences
 
 
 def add_threshold_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each threshold, whose default depends on the format of the weights."""
+    """Add a flag per threshold; defaults depend on the weight format."""
     group = parser.add_argument_group("thresholds, which each prompt must meet")
     for figure, (flag, name) in _NAMES.items():
         defaults = ", ".join(f"{key} {getattr(row, figure):g}" for key, row in THRESHOLDS.items())
@@ -52,13 +53,13 @@ def add_threshold_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def thresholds_of(args: argparse.Namespace, weights: str) -> Thresholds:
-    """The thresholds of the flags, else those of a format: "float32", "bfloat16", "int8", "fp8"."""
+    """The thresholds of a format ("float32", "bfloat16", "int8", "fp8"), overridden by flags."""
     given = {name: getattr(args, name) for name in _NAMES if getattr(args, name) is not None}
     return THRESHOLDS[weights]._replace(**given)
 
 
 def faults_of(found: Fidelity, limits: Thresholds) -> list[str]:
-    """A sentence for each threshold that figures miss; a figure that is not a number misses it."""
+    """A message per violated threshold; NaN violates every threshold."""
     faults = []
     for figure, (flag, name) in _NAMES.items():
         value, limit = getattr(found, figure), getattr(limits, figure)

@@ -1,11 +1,11 @@
-"""Bytes that a phase must read, taken from the program itself, and how fast this device copies.
+"""The bytes that a phase must read, derived from its program, and the device's copy bandwidth.
 
-Decoding is bound by memory: a round reads every weight it uses once and the rows of caches.
-Caches count whole, as they are allocated: the rows that a kernel or a CPU leaves out depend on the
-sequences. Arithmetic on the new tokens, and their rows that are written, are small beside that and
-not counted.
+Decoding is bound by memory: a round reads each of its weights once, and the rows of caches. Caches
+count at their allocated size, because the rows that a kernel or a CPU skips depend on the
+sequences. Arithmetic on the new tokens and writes of their rows are comparatively cheap and are not
+counted.
 
-Bandwidth is measured, by a copy, and not taken from a data sheet.
+Bandwidth is measured by a copy, not taken from a data sheet.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-IN_PLACE = ("dynamic_update_slice", "scatter")  # write rows; the rest is only passed on
-SEEN_THROUGH = ("reshape",)  # gives the same array
-ROWS_ONLY = ("gather",)  # read rows, as of an embedding: not counted
-PARTS = ("slice", "dynamic_slice")  # give a part, which is counted where it is read
+IN_PLACE = ("dynamic_update_slice", "scatter")  # write rows and pass on the rest
+SEEN_THROUGH = ("reshape",)  # returns the same array
+ROWS_ONLY = ("gather",)  # reads a few rows, as of an embedding: not counted
+PARTS = ("slice", "dynamic_slice")  # return a part, which counts where it is read
 COPY_BYTES = {"cpu": 256 << 20}
 COPY_BYTES_ELSEWHERE = 2 << 30
 COPIES = 8
@@ -29,8 +29,8 @@ COPIES = 8
 def bytes_read(function: Callable[..., Any], held: Any, *rest: Any) -> int:
     """Bytes of the arrays in `held` that `function(held, *rest)` reads.
 
-    An array counts once for every operation that takes it: a drafter that predicts three
-    levels reads its head three times. Of a conditional the costliest branch counts.
+    An array counts once per operation that takes it: a drafter that predicts three levels reads
+    its head three times. The most expensive branch of a conditional counts.
     """
     jaxpr = jax.make_jaxpr(function)(held, *rest).jaxpr
     leaves = jax.tree.leaves(held)
@@ -39,12 +39,12 @@ def bytes_read(function: Callable[..., Any], held: Any, *rest: Any) -> int:
 
 
 def _read(jaxpr: Any, sizes: dict[int, int]) -> int:
-    """Bytes read of the variables in `sizes`, which gains the names under which they go on."""
+    """Bytes read of the variables in `sizes`; adds their aliases to `sizes`."""
     total = 0
     for eqn in jaxpr.eqns:
         name, bodies = eqn.primitive.name, _bodies(eqn)
         operands = sum(sizes.get(id(var), 0) for var in eqn.invars)
-        if bodies:  # of a conditional the costliest branch counts, of a scan each turn
+        if bodies:  # a conditional counts its most expensive branch, a scan every iteration
             costs = [_read_body(eqn, body, sizes) for body in bodies]
             total += max(costs) * eqn.params.get("length", 1)
         elif name == "pallas_call":
@@ -61,21 +61,21 @@ def _read(jaxpr: Any, sizes: dict[int, int]) -> int:
 
 
 def _read_body(eqn: Any, body: Any, sizes: dict[int, int]) -> int:
-    """Bytes that one turn of a program inside an operation reads."""
+    """Bytes that one run of an operation's inner program reads."""
     operands, inside = eqn.invars[len(eqn.invars) - len(body.invars) :], {}
     _rename(sizes, inside, operands, body.invars)
     for array, var in zip(operands, body.invars, strict=True):
         if id(var) in inside and array.aval.shape != var.aval.shape:
-            inside[id(var)] = _size(var.aval)  # a scan goes along this array
+            inside[id(var)] = _size(var.aval)  # the scan slices this array
     cost = _read(body, inside)
     _rename(inside, sizes, body.outvars, eqn.outvars)
     return cost
 
 
 def _bodies(eqn: Any) -> list[Any]:
-    """The programs inside an operation: branches of a conditional, the body of a call or scan.
+    """The inner programs of an operation: branches of a conditional, the body of a call or scan.
 
-    Those inside a kernel are not looked at.
+    Programs inside a Pallas kernel are ignored.
     """
     if eqn.primitive.name == "pallas_call":
         return []
@@ -95,12 +95,12 @@ def _size(array: Any) -> int:
 
 
 def copy_bandwidth(size: int | None = None) -> float:
-    """Bytes/s of the default device: the best of several passes that read and write `size` bytes.
+    """Bytes/s of the default device: the best of COPIES passes that read and write `size` bytes.
 
-    Sums that only read may go faster, so a share of this bandwidth can exceed 1.
+    Operations that only read may be faster, so a share of this bandwidth can exceed 1.
     """
     size = size or COPY_BYTES.get(jax.default_backend(), COPY_BYTES_ELSEWHERE)
-    step = jax.jit(lambda x: x + 1, donate_argnums=0)  # in place: no pages to be fetched anew
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)  # in place: no new pages to map
     x = jax.block_until_ready(step(jnp.zeros(size // 4, jnp.int32)))
     seconds = []
     for _ in range(COPIES):

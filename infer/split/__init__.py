@@ -1,10 +1,10 @@
-"""Split decoding over a network: what `infer.server` and `infer.client` are made of.
+"""Split decoding over a network: the parts of `infer.server` and `infer.client`.
 
-    client/         one answer, from a prompt to its text, over a link that may die
+    client/         one answer, from the prompt to its text, over a link that may fail
     link.py         one connection of a client
-    server/         WebSocket, sessions, and what the target does next
-    network.py      a program: a slow or lossy link to a server, which can be cut
+    server/         WebSocket, sessions, and scheduling of the target
+    network.py      a program that emulates a slow or lossy link to a server and can cut it
 
-`infer.bench --split` is in infer/bench/split, and messages and arrays are in moa_jax/split.
-README.md shows how the parts work together.
+infer/bench/split has `infer.bench --split`; moa_jax/split has messages and arrays. README.md
+describes how the parts work together.
 """

@@ -1,7 +1,7 @@
-"""One connection of a client: Hello at its start, then messages with a deadline for each.
+"""One connection of a client: a Hello handshake, then messages, each with a deadline.
 
-Two things can go wrong. `Lost`: the network or the server failed, and trying again may help.
-`Denied`: the server answered and refuses this client, and trying again will not help.
+Two kinds of errors: after `Lost` (the network or the server failed) a retry may succeed; after
+`Denied` (the server answered and refuses this client) a retry cannot succeed.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from moa_jax.split import wire
 from moa_jax.split.pairing import Pairing
 from moa_jax.version import __version__
 
-LARGEST_CHUNK = 4096  # tokens whose rows one message may bring
-MOST_BYTES = 256 << 20  # of one message, which holds the rows of a chunk
+LARGEST_CHUNK = 4096  # most tokens whose rows one message may hold
+MOST_BYTES = 256 << 20  # per message; a message holds the rows of a chunk
 UNAUTHORIZED, FORBIDDEN, NOT_FOUND = 401, 403, 404
-LAST_WORDS = 0.2  # seconds in which to hear why a connection was closed
+LAST_WORDS = 0.2  # seconds to wait for the Fault of a closed connection
 
 
 class Lost(Exception):
-    """The connection failed, or was never made."""
+    """The connection failed or could not be opened."""
 
 
 class Busy(Lost):
-    """The server has no room, or is about to stop."""
+    """The server has no free slot, or is shutting down."""
 
 
 class Denied(InputError):
-    """The server refuses this client, for a reason that will not go away."""
+    """The server refuses this client for a permanent reason."""
 
     def __init__(self, code: str, text: str) -> None:
         self.code = code
@@ -44,12 +44,12 @@ class Denied(InputError):
 
 
 class Gone(Exception):
-    """The server no longer has the session, or has it in another state than the client."""
+    """The server no longer has the session, or its state differs from the client's."""
 
 
 @dataclasses.dataclass
 class LinkTraffic:
-    """Bytes that all connections of a client carried."""
+    """Bytes of messages over all connections of a client."""
 
     bytes_up: int = 0
     bytes_down: int = 0
@@ -58,7 +58,7 @@ class LinkTraffic:
 
 @dataclasses.dataclass(frozen=True)
 class ServerAddress:
-    """Where a server is, and how a client talks to it."""
+    """URL, credentials and encoding for a connection to a server."""
 
     url: str
     pairing: Pairing
@@ -66,11 +66,11 @@ class ServerAddress:
     tls: ssl.SSLContext | None = None
     codec: wire.Codec = "bfloat16"
     compress: bool = False
-    timeout: float = 5.0  # seconds in which the server must show that it lives
+    timeout: float = 5.0  # seconds in which the server must send a message or a pong
 
 
 class Link:
-    """An open connection whose Hello was answered by Welcome."""
+    """An open connection that has completed the handshake (Hello, Welcome)."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Link:
 
     @classmethod
     async def open(cls, server: ServerAddress, vocab_size: int, traffic: LinkTraffic) -> Link:
-        """Connects and says Hello; raises Lost, Gone or Denied."""
+        """Connects and completes the handshake; raises Lost, Gone or Denied."""
         limits = wire.MessageLimits(
             max_tokens=wire.LARGEST,
             max_nodes=(1 << 16) - 1,
@@ -102,7 +102,7 @@ class Link:
             await link.send(hello)
             link.welcome = await link.receive(wire.Welcome)
             traffic.round_trip_s = time.perf_counter() - begin
-        except BaseException:  # cancelled, too: the caller may have given up
+        except BaseException:  # also a cancellation: the caller may have given up
             link.abort()
             raise
         return link
@@ -110,7 +110,7 @@ class Link:
     async def send(self, message: wire.Up) -> None:
         """Sends one message; raises Lost if the server does not accept it in time.
 
-        Raises Busy, Gone or Denied if the server closed the connection and said why.
+        Raises Busy, Gone or Denied if the server sent a Fault and closed the connection.
         """
         data = wire.encode(message)
         try:
@@ -121,11 +121,11 @@ class Link:
         self._traffic.bytes_up += len(data)
 
     async def receive(self, *kinds: type, patience: float = 0.0) -> Any:
-        """The next message, which must be of one of these kinds.
+        """The next message, which must be an instance of one of `kinds`.
 
-        Raises Lost for a message of another kind, and if none comes within the server's `timeout`.
-        `patience` (s) is a longer time to wait, as long as pings are answered. Raises Busy, Gone
-        or Denied for a Fault.
+        Raises Lost for a message of another kind, and if no message arrives within the server's
+        `timeout`. A larger `patience` (s) extends the wait while the server answers pings. Raises
+        Busy, Gone or Denied for a Fault.
         """
         try:
             async with asyncio.timeout(max(patience, self._server.timeout)):
@@ -136,7 +136,7 @@ class Link:
         try:
             message = wire.decode_down(data, self._limits)
         except wire.WrongVersion as error:
-            if self._traffic.round_trip_s is None:  # no server has welcomed this client yet
+            if self._traffic.round_trip_s is None:  # no server has sent a Welcome yet
                 raise Denied("version", str(error)) from error
             raise Lost(f"the server sent a damaged message: {error}") from error
         except wire.BadMessage as error:
@@ -148,7 +148,7 @@ class Link:
         return message
 
     async def _next(self) -> bytes | str:
-        """The next message; TimeoutError if neither it nor a pong comes in time."""
+        """The next message; raises TimeoutError if neither a message nor a pong arrives in time."""
         receiving = asyncio.create_task(self._socket.recv())
         pong, half_time = None, self._server.timeout / 2
         try:
@@ -164,7 +164,7 @@ class Link:
             await ended(receiving)
 
     async def _why(self, error: Exception) -> Exception:
-        """The Fault that the server sent before it closed the connection; else Lost."""
+        """The exception for the server's last Fault, or Lost if the server sent none."""
         try:
             async with asyncio.timeout(LAST_WORDS):
                 while True:
@@ -175,28 +175,28 @@ class Link:
             return Lost(_as_line(error))
 
     def abort(self) -> None:
-        """Ends the connection at once, without a word to the server, which may not be there."""
+        """Closes the transport at once, without a close frame; the server may be unreachable."""
         self._socket.transport.abort()
 
     async def close(self) -> None:
-        """Ends the connection in order."""
+        """Closes the connection with a closing handshake."""
         await self._socket.close()
 
 
 async def ended(task: asyncio.Task[Any] | None) -> None:
-    """Cancels a task and waits for its end; ignores its result or exception."""
+    """Cancels a task and waits until it is done; ignores its result or exception."""
     if task is not None:
         task.cancel()
         await asyncio.wait([task])
         if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not complain
+            task.exception()  # retrieved, because asyncio logs unretrieved exceptions
 
 
 def check_url(url: str) -> None:
-    """Raises InputError for a URL that is not the address of a server."""
+    """Raises InputError for a URL that is not a WebSocket address."""
     try:
         parsed = parse_uri(url)
-        parsed.host.encode("idna")  # which a name lookup does, too
+        parsed.host.encode("idna")  # as a name lookup does
     except (websockets.InvalidURI, ValueError) as error:
         raise InputError(f"--connect {url}: give ws://HOST:PORT/v1/split, or wss://") from error
 
@@ -212,7 +212,7 @@ async def _socket(server: ServerAddress) -> ClientConnection:
             open_timeout=server.timeout,
             close_timeout=1.0,
             ping_interval=None,  # `Link._next` pings
-            compression=None,  # rows have a codec of their own
+            compression=None,  # rows have their own codec
             proxy=None,
         )
     except websockets.InvalidStatus as error:
@@ -222,16 +222,16 @@ async def _socket(server: ServerAddress) -> ClientConnection:
             "certificate",
             f"{server.url}: its certificate is not trusted ({error.verify_message}): see --tls-ca",
         ) from error
-    # A ValueError is a redirection to an invalid address.
+    # A redirect to an invalid address raises ValueError.
     except (websockets.WebSocketException, OSError, TimeoutError, ValueError) as error:
         raise Lost(_as_line(error)) from error
 
 
 def _refusal(server: ServerAddress, status: int) -> Exception:
-    """The exception for an HTTP status that came instead of a WebSocket."""
+    """The exception for an HTTP status that the server sent instead of the upgrade."""
     if status == UNAUTHORIZED:
         return Denied("token", "the server does not know this token: see --token-file")
-    if status in (FORBIDDEN, NOT_FOUND):  # which of the two a wrong path gets depends on the server
+    if status in (FORBIDDEN, NOT_FOUND):  # servers differ in the status for a wrong path
         line = f"{server.url}: nothing answers there: the path should be /v1/split"
         if status == FORBIDDEN:
             line += "; a gateway that adds an Origin header needs a server with a token"
@@ -240,7 +240,7 @@ def _refusal(server: ServerAddress, status: int) -> Exception:
 
 
 def _fault(message: wire.Fault) -> Exception:
-    """The exception for a Fault."""
+    """The exception for a Fault message."""
     if message.code in ("gone", "state"):
         return Gone(message.text)
     if message.code in ("busy", "draining"):

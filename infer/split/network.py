@@ -1,12 +1,12 @@
-"""Puts a slow or lossy link between a client and a server on this machine, and cuts it.
+"""Emulates a slow or lossy link between a client and a server on this machine.
 
     python -m infer.split.network --profile far --proxy 127.0.0.1:8765
 
-The program opens a port that leads to the server, and obeys commands on stdin; the end of stdin
-ends the link:
+The program opens a port that forwards to the server, and reads commands from stdin; the end of
+stdin closes the link:
 
-    cut     lets nothing pass, silently              heal    ends all faults
-    stats   shows the bytes that have passed         refuse  closes and refuses connections
+    cut     silently holds all data                  heal    ends all faults
+    stats   prints the number of forwarded bytes     refuse  closes and refuses connections
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infer.program import Parser, run
 
 
 def address(text: str) -> tuple[str, int]:
-    """Type of a flag: HOST:PORT."""
+    """Flag type: HOST:PORT."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, as in 127.0.0.1:8000")

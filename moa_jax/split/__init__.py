@@ -2,13 +2,13 @@
 
     client                                              server
     embedding, SA, CA, head [+ last N layers]           whole target, LSA
-    half.py    DraftHalf: drafts, absorbs rows          slots.py   Slots: caches of many sessions
+    half.py    DraftHalf: drafts, absorbs rows          slots.py   Slots: caches of all sessions
          |                                                   |
          +-- wire.py     the protocol: messages <-> bytes ---+
              rows.py     rows of verified tokens <-> bytes
-             pairing.py  compares both sides' models when they connect
+             pairing.py  compares both sides' models at connection time
 
-In one round `DraftHalf` drafts, `Verify` carries the draft up, `Slots` verifies it, and `Committed`
-brings tokens and rows down, which `DraftHalf` absorbs. There are no sockets here: connections and
-schedules are in infer/split, the programs are infer.client and infer.server.
+One round: `DraftHalf` drafts, `Verify` carries the draft to the server, `Slots` verifies it,
+`Committed` returns tokens and rows, and `DraftHalf` absorbs them. This package opens no sockets:
+infer/split has connections and scheduling; infer.client and infer.server are the programs.
 """

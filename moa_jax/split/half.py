@@ -1,10 +1,10 @@
-"""The drafter's half: what a device without the target keeps of one session, and drafts with.
+"""Client-side drafter: the caches of one session on a device without the target.
 
     row of the caches   0 ............ known-1 | known .... length-1 | length
     comes from          the target (`absorb`)  | the drafter itself  | the token fed next
 
-In a round `known` and `length` are alike. They differ where the drafter goes on without the
-target: while a verification is under way, and when there is no connection.
+In a round `known` equals `length`. They differ while the drafter runs ahead of the target: during
+a verification, and while the connection is down.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from moa_jax.split.rows import LeafSpec
 
 Array = jax.Array
 
-EXACT = 16  # up to so many tokens are absorbed without padding, which overwrites later rows
-MOST_STEPS = 64  # tokens of one call of `chain`
-CHUNK = 128  # tokens whose rows come at once, as a rule
+EXACT = 16  # up to this many tokens are absorbed unpadded; padding overwrites later rows
+MOST_STEPS = 64  # most tokens per call of `chain`
+CHUNK = 128  # most tokens per `absorb`; the server's default chunk
 
 
 class DraftHalf:
-    """One session's caches on the drafter's side; all methods belong to one thread."""
+    """The drafter's caches of one session; all methods must be called from one thread."""
 
     def __init__(self, target: Target, drafter: LoadedDrafter, *, max_tokens: int) -> None:
-        """Loads what the drafter borrows of `target`, whose own weights need not be there.
+        """Loads the parameters that the drafter shares with `target`.
 
-        Raises InputError for a target whose files are missing or damaged.
+        `target.params` may be None. Raises InputError for missing or damaged target files.
         """
         functions = functions_of(drafter, target.config)
         self.functions, self.cfg = functions, target.config
@@ -64,14 +64,14 @@ class DraftHalf:
         self.reset(Sampling())
 
     def reset(self, sampling: Sampling, prompt_length: int = 0) -> None:
-        """Forgets the session; the next one, behind such a prompt, chooses by `sampling`."""
-        rows = cache_rows_for(self._max_tokens + 2 * CHUNK)  # for a chunk, or for a draft
+        """Empties the caches; sets sampling settings and prompt length of the next session."""
+        rows = cache_rows_for(self._max_tokens + 2 * CHUNK)  # a chunk or a draft beyond the limit
         self._cache = self.functions.init_cache(1, rows, self._dtype)
         self._sampling, self._prompt_length = sampling, prompt_length
         self._law = law_of([sampling], self.cfg.vocab_size)
 
     def absorb(self, start: int, tokens: Sequence[int], rows: Sequence[np.ndarray]) -> None:
-        """Takes in the target's rows of the tokens at `start` and after it; rows[i] (T, ...)."""
+        """Writes the target's rows of T tokens from position `start` on; rows[i] is (T, ...)."""
         T = len(tokens)
         width = T if T <= EXACT else min(bucket(T), self._max_tokens + CHUNK - start)
         padded_1T = np.zeros((1, width), np.int32)
@@ -81,7 +81,7 @@ class DraftHalf:
         self._cache = self._programs.run(_absorb, self._cache, padded_1T, one(start), digest)
 
     def warm(self, counts: Sequence[int], shapes: Sequence[DraftShape] = ()) -> None:
-        """Compiles what replies of so many tokens, chains and these trees need; then forgets."""
+        """Compiles the programs for replies of `counts` tokens, chains and `shapes`; resets."""
         for count in sorted({count if count <= EXACT else bucket(count) for count in counts}):
             self.absorb_nothing([0] * count)
         if self.functions.go_on is not None:
@@ -91,23 +91,24 @@ class DraftHalf:
         self.reset(self._sampling, self._prompt_length)
 
     def absorb_nothing(self, tokens: Sequence[int], known: int = 0) -> None:
-        """Takes in a text's tokens from `known` on, with zeros in place of the target's rows."""
+        """Absorbs the tokens from index `known` on, with zeros in place of the target's rows."""
         for start in range(known, len(tokens), CHUNK):
             part = tokens[start : start + CHUNK]
             self.absorb(start, part, [np.zeros((len(part), *leaf.shape)) for leaf in self.leaves])
 
     def twin(self) -> DraftHalf:
-        """Another session's caches, with the same weights and programs."""
+        """A DraftHalf with empty caches that shares the weights and programs."""
         other = copy.copy(self)
         other.reset(Sampling())
         return other
 
     def chain(self, text: Sequence[int], known: int, steps: int) -> list[int]:
-        """Drafts up to `steps` tokens after a text, whose last token is fed first.
+        """Drafts up to `steps` tokens after the sequence `text`; its last token is fed first.
 
-        Tokens before `known` have the target's rows; those from there to the last were fed
-        by earlier calls. Each is chosen by the target's own law and noise, so that with the
-        same seed drafter and target choose the same token wherever their laws agree.
+        Tokens before index `known` have the target's rows; earlier calls fed the tokens from
+        `known` to the last but one. Sampling uses the target's settings and noise: with the same
+        seed, drafter and target choose the same token wherever their distributions agree.
+        Raises InputError for a drafter without `go_on`.
         """
         if self.functions.go_on is None:
             raise InputError("this drafter cannot draft token by token: use a tree")
@@ -117,10 +118,11 @@ class DraftHalf:
         return np.asarray(tokens_S)[:steps].tolist()
 
     def tree(self, text: Sequence[int], shape: DraftShape) -> tuple[list[int], list[int]]:
-        """Drafts a tree behind a text that is known but for its last token, the root.
+        """Drafts a tree after the sequence `text`; its last token is the root.
 
-        Returns tokens and parents of the nodes behind the root, whose index is 0. Raises
-        InputError for a tree that needs more rows than the caches have behind a text.
+        All tokens before the root must have the target's rows. Returns tokens and parents of the
+        other nodes; the root's index is 0. Raises InputError for a tree that needs more than
+        2 * CHUNK cache rows.
         """
         if shape.num_rows > 2 * CHUNK:
             raise InputError(
@@ -129,7 +131,7 @@ class DraftHalf:
             )
         self._cache, tree = self._programs.run(_tree, self._cache, self._fed(text), shape=shape)
         tokens_N, parent_N = np.asarray(tree.tokens_BN)[0], np.asarray(tree.parent_BN)[0]
-        place = {0: 0}  # the new places of the nodes that are there
+        place = {0: 0}  # old index -> new index of the real nodes
         for node in range(1, len(tokens_N)):
             if tokens_N[node] != NOTHING and int(parent_N[node]) in place:
                 place[node] = len(place)
@@ -137,7 +139,7 @@ class DraftHalf:
         return tokens_N[kept].tolist(), [place[int(parent_N[node])] for node in kept]
 
     def _fed(self, text: Sequence[int]) -> Fed:
-        """The last token of a text, to be fed next."""
+        """The inputs that feed the last token of the sequence `text`."""
         text_1C = None
         if self._law.penalises:
             text_1C = np.full((1, self._max_tokens), NOTHING, np.int32)
@@ -149,7 +151,7 @@ class DraftHalf:
 def digest_form(
     functions: Drafter, cfg: TargetConfig, dtype: Any
 ) -> tuple[Any, tuple[LeafSpec, ...]]:
-    """The structure of a drafter's digest, and its leaves for one token."""
+    """The treedef of a drafter's digest, and the specs of its leaves for one token."""
     block, taps = cfg.block, functions.taps
     of = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
     rows = of(cfg.num_layers, 1, block.num_kv_heads, 1, block.head_dim)
@@ -167,7 +169,7 @@ def digest_form(
 
 
 def _batched(row: np.ndarray, width: int, spec: LeafSpec) -> np.ndarray:
-    """A leaf (1, ..., width, D) from its tokens' rows (T, ..., D)."""
+    """Pads rows (T, ..., D) to `width` tokens and returns the leaf (1, ..., width, D)."""
     padded = np.zeros((width, *spec.shape), np.float32)
     padded[: len(row)] = row
     return np.moveaxis(padded, 0, -2)[None].astype(spec.dtype)
@@ -177,16 +179,16 @@ def _batched(row: np.ndarray, width: int, spec: LeafSpec) -> np.ndarray:
 
 
 class Fed(NamedTuple):
-    """The token that is fed next, its row, and what the choice after it depends on."""
+    """The token to feed next, its cache row, and the inputs of the sampling after it."""
 
     token_1: Array
     length_1: Array
     law: Law
     prompt_length_1: Array
-    text_1C: Array | None  # the whole text, where the law asks for it
+    text_1C: Array | None  # the whole sequence, if the settings have penalties
 
     def state(self, setup: Setup, cache: Cache) -> RoundState:
-        """A round's state that has no target."""
+        """A RoundState without target caches."""
         said = Said()
         if self.text_1C is not None:
             of_text = (self.law, self.text_1C, self.prompt_length_1, setup.target.vocab_size)
@@ -212,7 +214,7 @@ def _tree(
 def _chain(
     setup: Setup, weights: Weights, cache: Cache, fed: Fed, known_1: Array, steps: Array
 ) -> tuple[Cache, Array]:
-    """Tokens (MOST_STEPS,), of which the first `steps` count."""
+    """Drafts tokens (MOST_STEPS,); only the first `steps` are valid."""
     ids_U = setup.drafter.draft_ids
     vocabulary = None if ids_U is None else (jnp.array(ids_U), setup.target.vocab_size)
 

@@ -1,14 +1,14 @@
-"""Do client and server hold the same pair? Both compute a few facts and compare them at hello.
+"""Compares the model pairs of client and server during the Hello handshake.
 
-Equal facts prove the same kind of drafter and N, the same sizes, tokenizers with the same ids for
-tokens (`files/token_ids.py`), and files that agree in every byte of config.json, in every tensor's
-name, shape and dtype, and in samples of each tensor's bytes (`files/parts.py`). It does not matter
-how tensors are split into files, and a client's folder that leaves some of them out has the facts
-of the whole.
+Equal pairings prove the same drafter method and N, the same sizes, tokenizers with the same token
+ids (`files/token_ids.py`), and files with the same config.json bytes, the same name, shape and
+dtype per tensor, and the same sampled bytes per tensor (`files/parts.py`). The split of tensors
+into files does not matter. A client folder that omits some tensors has the pairing of the complete
+folder.
 
-Equal facts do not prove that all weights are equal. Another training of the same shapes is
-noticed, since it changes nearly every number; damage between two samples is not. Nor are the
-facts a defence: a client can send what it likes.
+Equal pairings do not prove that all weights are equal. A retrained model of the same shapes is
+detected, because training changes nearly every number; damage between two samples is not
+detected. A pairing is not a security measure: a client can send any values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moa_jax.pretrained import LoadedDrafter, Target
 
 Pairing = dict[str, str | int]
 
-SHOWN = {  # what a refusal calls the facts that it names; the others go by their keys
+SHOWN = {  # names in error messages; other entries are named by their keys
     "target_layer_inference": "N (target layers that the drafter reuses)",
     "vocab_size": "the size of the vocabulary",
     "target_sha256": "the target's files",
@@ -31,14 +31,14 @@ SHOWN = {  # what a refusal calls the facts that it names; the others go by thei
 
 
 def pairing_of(target: Target, drafter: LoadedDrafter | None) -> Pairing:
-    """The facts of a loaded pair; those of the drafter are empty for plain decoding.
+    """The pairing of a loaded target and drafter; `drafter_sha256` is empty without a drafter.
 
-    Reads kilobytes of each tensor. Raises OSError for files that have vanished.
+    Reads a few KiB per tensor. Raises OSError for missing files.
     """
     config, drafter_sha256 = target.config, ""
     if drafter is not None and drafter.folder.is_dir():
         drafter_sha256 = parts.model_hash(drafter.folder)
-    elif drafter is not None:  # a kind without files: its settings are all there is
+    elif drafter is not None:  # a method without files: its config identifies it
         drafter_sha256 = folders.json_hash(dataclasses.asdict(drafter.config))
     tokens = token_ids.read_token_ids(target.folder)
     return {
@@ -54,9 +54,9 @@ def pairing_of(target: Target, drafter: LoadedDrafter | None) -> Pairing:
 
 
 def mismatch(server: Mapping[str, str | int], client: Mapping[str, str | int]) -> str:
-    """Why two pairings do not go together, with both values; "" if they do.
+    """The first entry in which two pairings differ, with both values; "" if they are equal.
 
-    A fact that one side lacks counts as different: it may be a newer version's.
+    An entry that one side lacks counts as different: a newer version may have added the entry.
     """
     for key in (*server, *(key for key in client if key not in server)):
         ours, theirs = (_shown(facts.get(key)) for facts in (server, client))
@@ -66,7 +66,7 @@ def mismatch(server: Mapping[str, str | int], client: Mapping[str, str | int]) -
 
 
 def _shown(value: str | int | None) -> str:
-    """A fact as a person reads it: hashes cut short, absent ones named so."""
+    """A value for error messages: strings cut to 12 characters, "none" if absent or empty."""
     if value in (None, ""):
         return "none"
     return value[:12] if isinstance(value, str) else str(value)

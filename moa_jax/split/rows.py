@@ -1,15 +1,15 @@
-"""Rows of verified tokens as bytes, and back; the client's caches take them in.
+"""Encodes rows of verified tokens as bytes and decodes them for the client's caches.
 
-The leaves of the digest follow each other in tree order. For T tokens of one leaf the codecs are:
+The leaves of the digest are concatenated in tree order. Encodings of T tokens of one leaf:
 
     float32    T x shape numbers of 4 bytes
     bfloat16   T x shape numbers of 2 bytes, rounded
-    int8       a float32 scale for each vector along the last axis, then T x shape bytes
+    int8       a float32 scale per vector along the last axis, then T x shape bytes
 
 Numbers are little-endian and stored in planes: all first bytes, then all second bytes, and so on.
-This puts exponents side by side, where they compress well. Compressed rows are a zlib stream with
-Huffman codes alone: the numbers hardly repeat strings, and searching for these is slower and gains
-nothing. Rows influence drafts only, so a lossy codec costs acceptance but never exactness.
+Planes put exponents next to each other, which compresses well. Compressed rows are a zlib stream
+with Huffman codes only: byte strings hardly repeat in the numbers, so string matching is slower
+and gains nothing. Rows affect drafts only: a lossy codec lowers acceptance, never exactness.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 from moa_jax.split.wire import BadMessage, Codec
 
-# The largest bfloat16; larger numbers would become infinite on the way.
+# The largest finite bfloat16; larger numbers would be encoded as infinity.
 LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
 SMALLEST_SCALE = np.finfo(np.float32).tiny  # also the scale of vectors of zeros
 LARGEST_SCALE = np.float32(LARGEST) / np.float32(127)
@@ -34,19 +34,20 @@ DTYPES = {"float32": np.dtype("<f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 class LeafSpec(NamedTuple):
     """One array of a digest."""
 
-    shape: tuple[int, ...]  # of one token's row, such as (KV heads, head size)
-    dtype: Any  # of the cache that takes it in
+    shape: tuple[int, ...]  # of one token's row, for example (KV heads, head size)
+    dtype: Any  # of the client's cache
 
 
 def bytes_per_token(specs: Sequence[LeafSpec], codec: Codec) -> int:
-    """Bytes of one token's rows before compression."""
+    """Size of one token's rows in bytes before compression."""
     return sum(_leaf_bytes(spec.shape, codec) for spec in specs)
 
 
 def pack(rows: Sequence[np.ndarray], codec: Codec, compress: bool) -> bytes:
-    """Encodes the rows (T, ...) of each leaf, of any float dtype; no tokens make no bytes.
+    """Encodes the rows (T, ...) of every leaf, of any float dtype; T = 0 encodes as b"".
 
-    All numbers are sent finite: NaN becomes 0, and magnitudes are clipped to the largest bfloat16.
+    All encoded numbers are finite: NaN becomes 0, and magnitudes are clipped to the largest
+    bfloat16.
     """
     data = b"".join(_packed(row, codec) for row in rows)
     if not compress or not data:
@@ -58,10 +59,10 @@ def pack(rows: Sequence[np.ndarray], codec: Codec, compress: bool) -> bytes:
 def unpack(
     data: bytes, count: int, specs: Sequence[LeafSpec], codec: Codec, compress: bool
 ) -> list[np.ndarray]:
-    """Decodes the float32 rows (count, ...) of each leaf.
+    """Decodes the float32 rows (count, ...) of every leaf.
 
-    Raises BadMessage for bytes that are not exactly these rows. Never allocates more than `count`
-    tokens take, and `MessageLimits.max_rows` bounds `count`.
+    Raises BadMessage for bytes that are not exactly these rows. Allocates no more memory than
+    `count` tokens take; `MessageLimits.max_rows` bounds `count`.
     """
     size = count * bytes_per_token(specs, codec)
     if compress and size:
@@ -104,7 +105,7 @@ def _from_planes(data: memoryview, dtype: np.dtype) -> np.ndarray:
 
 
 def _unpacked(data: memoryview, shape: tuple[int, ...], codec: Codec) -> np.ndarray:
-    """Decodes one leaf from exactly its bytes."""
+    """Decodes one leaf; `data` holds exactly its bytes."""
     if codec == "int8":
         split = 4 * math.prod(shape[:-1])
         scales = _from_planes(data[:split], DTYPES["float32"]).reshape(*shape[:-1], 1)
@@ -118,10 +119,10 @@ def _unpacked(data: memoryview, shape: tuple[int, ...], codec: Codec) -> np.ndar
 
 
 def _decompressed(data: bytes, size: int) -> bytes:
-    """Decompresses data; BadMessage unless it holds exactly `size` bytes and nothing follows."""
+    """Decompresses data; raises BadMessage unless the stream holds exactly `size` bytes."""
     stream = zlib.decompressobj()
     try:
-        found = stream.decompress(data, size + 1)  # one more, to see the end of the stream
+        found = stream.decompress(data, size + 1)  # one byte more, to detect a longer stream
     except zlib.error:
         raise BadMessage("rows are not a zlib stream") from None
     if len(found) > size or not stream.eof or stream.unused_data:

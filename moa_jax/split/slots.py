@@ -1,15 +1,15 @@
-"""The target's half: caches of many sessions, and passes that serve several of them at once.
+"""Server-side target: the caches of all sessions, and forward passes over a batch of sessions.
 
-A slot is one row of caches that stay on the device. A pass takes the rows it serves out of them,
-does what a round of `decode.step` does, and puts back what it wrote:
+A slot is one batch row of the caches on the device. A pass gathers the slots of its sessions, runs
+the functions of `decode.step`, and scatters the written rows back:
 
     slots    0 1 2 3 4 ... S-1 | scratch        tokens of slot 3, `length` of them processed
                  \\ \\  ______/                    0 .. length-1 | length | length+1 ..
     pass         2 3 + padding                   in the caches | root   | not read yet (a prompt)
 
-Numbers of rows and of nodes are padded to a few sizes, so few programs serve everything. Once
-some are compiled, a pass that has none of its own takes the smallest that holds it: nobody waits
-for a compiler. All methods belong to one thread, but for `compile`.
+Batch sizes and node counts are padded to a few sizes, so a few programs serve every pass. A pass
+without a compiled program of its size uses the smallest compiled size that fits, so no request
+waits for compilation. All methods must be called from one thread, except `compile`.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from moa_jax.runtime import memory
 
 Array = jax.Array
 
-NODES = (1, 4, 8, 16, MAX_DEPTH)  # of a pass, the root included
-SESSIONS = tuple(4**k for k in range(8))  # of a pass
+NODES = (1, 4, 8, 16, MAX_DEPTH)  # per draft in a pass, including the root
+SESSIONS = tuple(4**k for k in range(8))  # per pass
 
 
 class NoSlot(InputError):
-    """No slot is free."""
+    """All slots are taken."""
 
 
 class PassSize(NamedTuple):
-    """The size of a pass: one program."""
+    """The size of a pass; each size is one program."""
 
     function: Any  # _read or _verify
     rows: int  # sessions
-    width: int  # tokens or nodes of each
-    sampled: bool  # serves any settings; if not, greedy ones alone (a read always serves any)
+    width: int  # tokens or nodes per session
+    sampled: bool  # True: any sampling settings; False: greedy only (True for every read)
 
     @property
     def cost(self) -> tuple[int, bool]:
-        """What a pass costs, roughly."""
+        """Approximate cost of a pass, as a sort key."""
         return self.rows * self.width, self.sampled
 
     def holds(self, rows: int, width: int, sampled: bool) -> bool:
@@ -65,7 +65,7 @@ class PassSize(NamedTuple):
 
 
 class DraftRequest(NamedTuple):
-    """A draft to verify: its nodes without the root, parents first; 0 is the root's index."""
+    """A draft to verify: nodes without the root, parents first; the root has index 0."""
 
     slot: int
     tokens: Sequence[int]
@@ -73,14 +73,14 @@ class DraftRequest(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What became of a request."""
+    """The result of `Slots.read` or `Slots.verify` for one session."""
 
-    start: int  # the tokens start .. start + count - 1 are verified now
+    start: int  # the pass processed tokens start .. start + count - 1
     count: int
     tokens: list[int]  # newly committed; the last one is the root
     done: str  # "stop", "length" or ""
-    rows: list[np.ndarray]  # of these tokens: (count, ...) for each leaf of the digest
-    error: str = ""  # why the session has to be closed, if it has
+    rows: list[np.ndarray]  # of the processed tokens: (count, ...) per leaf of the digest
+    error: str = ""  # if not empty: the session must be closed, for this reason
 
 
 @dataclasses.dataclass
@@ -89,15 +89,15 @@ class Slot:
 
     sampling: Sampling
     stop_ids: frozenset[int]
-    total: int  # most tokens it may hold
-    prompt_length: int  # of these
-    tokens: list[int] = dataclasses.field(default_factory=list)  # all committed, the root included
-    length: int = 0  # of these, processed
+    total: int  # most tokens, including the prompt
+    prompt_length: int  # leading tokens that are the prompt
+    tokens: list[int] = dataclasses.field(default_factory=list)  # committed, including the root
+    length: int = 0  # leading tokens that are in the caches
     done: str = ""
 
 
 class Slots:
-    """Sessions that share a target and the device's caches."""
+    """Sessions that share a target and its caches on the device."""
 
     def __init__(
         self,
@@ -109,8 +109,12 @@ class Slots:
         max_nodes: int = MAX_DEPTH,
         chunk: int = 128,
     ) -> None:
-        """Room for `num_slots` sessions of `max_tokens` tokens; drafts have `max_nodes` nodes at
-        most, the root included. InputError for more tokens than the target has positions."""
+        """Allocates caches for `num_slots` sessions of up to `max_tokens` tokens.
+
+        Drafts have up to `max_nodes` nodes, including the root. Raises InputError if `max_tokens`
+        exceeds the target's positions, if `max_nodes` is not in 1..MAX_DEPTH, or if the caches do
+        not fit into memory.
+        """
         positions = target.config.max_position_embeddings
         if max_tokens > positions:
             raise InputError(
@@ -135,7 +139,7 @@ class Slots:
             mesh.size if mesh else 1,
         )
         self._empty = functools.partial(caches_of, batch=num_slots + 1)
-        self._scratch = num_slots  # where the padding of a pass writes
+        self._scratch = num_slots  # padding rows of a pass write here
         self._slots: list[Slot | None] = [None] * num_slots
         setup = Setup(target.config, functions, DraftShape(1))
         self._programs = Programs(setup, (self.weights,), dtype, drafts=True)
@@ -145,10 +149,10 @@ class Slots:
     def open(
         self, sampling: Sampling, stop_ids: Sequence[int], total: int, prompt_length: int
     ) -> int:
-        """Takes a slot for a session of at most `total` tokens; NoSlot if none is free.
+        """Assigns a slot to a session of at most `total` tokens; raises NoSlot if none is free.
 
-        All tokens after the first `prompt_length` are the answer's, even if they are given.
-        Raises InputError for settings that no pass serves.
+        All tokens after the first `prompt_length` belong to the answer, including given ones.
+        Raises InputError for a `total` out of range, `logit_bias`, or too many stop ids.
         """
         if not 1 < total <= self.max_tokens:
             raise InputError(f"{total} tokens: sessions hold from 2 to {self.max_tokens}")
@@ -162,13 +166,13 @@ class Slots:
         raise NoSlot(f"all {len(self._slots)} slots are taken: try again later")
 
     def close(self, slot: int) -> None:
-        """Frees a slot; what its caches hold is never seen again."""
+        """Frees a slot; the content of its caches is never read again."""
         self._slots[slot] = None
 
     def recover(self) -> bool:
-        """Says, after an exception, whether the rows of all sessions were lost with a failed pass.
+        """Returns, after an exception, whether a failed pass lost the cache rows of all sessions.
 
-        If so, the caches are new, and the slots of these sessions must be closed.
+        If True, the caches are new and empty, and the caller must close all open slots.
         """
         if self._sound:
             return False
@@ -176,16 +180,17 @@ class Slots:
         return True
 
     def _renew(self) -> None:
-        """Makes empty caches, after it has freed the memory of the old ones."""
+        """Frees the caches, then allocates empty ones."""
         self._caches = None
         self._caches = sharding.born(self._empty, sharding.mesh_of(self.weights.target))
         self._sound = True
 
     def read(self, slot: int, tokens: Sequence[int], *, pick_root: bool) -> Reply:
-        """Commits given tokens, at most `chunk` of them, and processes what can be.
+        """Commits given tokens and processes all tokens that are not in the caches yet.
 
-        With `pick_root` the target then chooses the next token, else the last one given is the
-        root and waits. Raises InputError for tokens that do not fit.
+        With `pick_root` the target then chooses the next token, which becomes the root; otherwise
+        the last given token is the root and stays unprocessed. Raises InputError for no tokens,
+        more than `chunk` tokens to process, or more than the session's `total`.
         """
         session = self._session(slot)
         self._check_ids(tokens)
@@ -214,10 +219,10 @@ class Slots:
         return Reply(start, len(todo), news, session.done, rows, error)
 
     def verify(self, requests: Sequence[DraftRequest]) -> list[Reply]:
-        """Verifies a draft for each of several slots in one pass of the target.
+        """Verifies one draft per slot in a single pass of the target.
 
-        Raises InputError, and changes nothing, for a slot twice, one that has no root or is
-        done, and for nodes that are too many or no tree of distinct siblings.
+        Raises InputError, and changes nothing, for a repeated slot, a slot without a root, a
+        finished session, too many nodes, or nodes that are not a tree with distinct siblings.
         """
         sessions = [self._session(request.slot) for request in requests]
         if len({request.slot for request in requests}) < len(requests):
@@ -249,9 +254,9 @@ class Slots:
         return replies
 
     def _error_of(self, slot: int, session: Slot, news: Sequence[int]) -> str:
-        """Why a session cannot go on: logits that are not finite. Its rows become zeros.
+        """The error of a session whose logits are not finite, or ""; zeroes the slot's caches then.
 
-        Else NaN would reach the slot's next session, as 0 * NaN in its attention.
+        Otherwise NaN would reach the slot's next session, as 0 * NaN in its attention.
         """
         try:
             finite.check(self.target, "this prompt", len(session.tokens), news)
@@ -261,16 +266,16 @@ class Slots:
         return ""
 
     def padded(self, num_nodes: int) -> int:
-        """How many nodes a pass over one draft of `num_nodes` really has, both with the root."""
+        """Padded node count of a pass over one draft of `num_nodes`; both include the root."""
         return self._fit(_verify, [], num_nodes).width
 
     def passes(
         self, nodes: Sequence[int] = NODES, sampled: bool = False, short: bool = True
     ) -> list[PassSize]:
-        """The passes for drafts of these numbers of nodes, for any number of sessions.
+        """The pass sizes for drafts of `nodes` nodes, for any number of sessions.
 
-        `short` adds those that fit short prompts closely. The first two passes hold all work, so a
-        server can start as soon as these are compiled.
+        `short` adds smaller sizes for short prompts. The first two sizes fit every request, so a
+        server can start once these two are compiled.
         """
         most = at_least(NODES, self.max_nodes)
         reads = sorted({bucket(count) for count in range(1, self.chunk + 1)})
@@ -283,7 +288,7 @@ class Slots:
         return list(dict.fromkeys(found))
 
     def compile(self, size: PassSize) -> None:
-        """Compiles the program of a pass; one thread may do so while another one runs passes."""
+        """Compiles the program of a pass size; may run in a thread of its own, during passes."""
         A, T = size.rows, size.width
         if size.function is _read:
             given = (np.zeros((A, T), np.int32), np.full(A, T, np.int32))
@@ -294,7 +299,7 @@ class Slots:
         self._ready.add(size)
 
     def _fit(self, function: Any, sessions: Sequence[Slot], width: int) -> PassSize:
-        """The pass for some work: of exactly its size, or the smallest compiled one that fits."""
+        """The pass size of some work: its exact size, else the cheapest compiled size that fits."""
         plain, count = Sampling(), max(len(sessions), 1)
         sampled = any(dataclasses.replace(s.sampling, seed=0) != plain for s in sessions)
         if function is _read:
@@ -305,7 +310,7 @@ class Slots:
         return self._ready.cheapest(holds, lambda size: (size != own, *size.cost)) or own
 
     def _num_rows(self, count: int) -> int:
-        """Rows of a pass over so many sessions: never more than there are slots."""
+        """Padded batch size of a pass over `count` sessions, at most the number of slots."""
         return min(at_least(SESSIONS, count), len(self._slots))
 
     def _session(self, slot: int) -> Slot:
@@ -338,9 +343,9 @@ class Slots:
         sessions: Sequence[Slot],
         texts: Sequence[Sequence[int]],
     ) -> Served:
-        """A pass's sessions, then padding that writes to the scratch slot.
+        """The arrays of a pass: one row per session, then padding rows for the scratch slot.
 
-        `texts` are what penalties see: what is committed before the pass chooses.
+        `texts` are the sequences for penalties: all tokens committed before the pass samples.
         """
         A = size.rows
         slot_A = np.full(A, self._scratch, np.int32)
@@ -362,8 +367,8 @@ class Slots:
         return Served(slot_A, length_A, limits, law, prompt_length_A, text_AC)
 
     def _run(self, function: Any, *arrays: Any) -> Any:
-        """One pass over the slots' caches; arrays on the host."""
-        self._sound = False  # a pass takes over the caches' memory: if it fails, they are lost
+        """Runs one pass over the slots' caches; returns its other outputs as NumPy arrays."""
+        self._sound = False  # the caches are donated: a failed pass loses them
         self._caches, *found = self._programs.run(function, self._caches, *arrays)
         found = jax.tree.map(np.asarray, found)
         self._sound = True
@@ -374,7 +379,7 @@ class Slots:
 
 
 def _tree_of(root: int, request: DraftRequest, size: int) -> Tree:
-    """One row of a pass: the draft behind its root, then nodes that are not there."""
+    """One row of a pass: the root, the draft's nodes, then padding nodes."""
     tokens_N = np.full(size, NOTHING, np.int32)
     parent_N, depth_N = np.zeros(size, np.int32), np.zeros(size, np.int32)
     ancestor_NN = np.eye(size, dtype=bool)
@@ -387,7 +392,7 @@ def _tree_of(root: int, request: DraftRequest, size: int) -> Tree:
 
 
 def _stacked(trees: Sequence[Tree], rows: int, size: int) -> Tree:
-    """The trees as the first rows of a pass, with a root alone in each of the others."""
+    """Stacks the trees to a batch of `rows`; each padding row is a tree of one root."""
     blank = _tree_of(0, DraftRequest(0, (), ()), size)
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees, *[blank] * (rows - len(trees)))
 
@@ -399,7 +404,7 @@ def _done(session: Slot, last: Sequence[int]) -> str:
 
 
 def _rows_of(leaf: np.ndarray, row: int, count: int) -> np.ndarray:
-    """The first tokens of one row of a digest's leaf, tokens first."""
+    """The first `count` tokens of one batch row of a digest leaf, with tokens on axis 0."""
     return np.moveaxis(leaf[row], -2, 0)[:count]
 
 
@@ -407,13 +412,13 @@ def _rows_of(leaf: np.ndarray, row: int, count: int) -> np.ndarray:
 
 
 class Served(NamedTuple):
-    """The sessions of a pass, as arrays: where each stands and what it is decoded by."""
+    """The sessions of a pass as arrays: slots, lengths, limits and sampling settings."""
 
     slot_A: Array
     length_A: Array  # tokens processed
     limits: Limits
     law: Law
-    # Where the law asks for them: how many tokens are prompts, and what penalties see.
+    # Only in sampled passes: prompt lengths, and the sequences for penalties.
     prompt_length_A: Array | None = None
     text_AC: Array | None = None
 
@@ -426,7 +431,7 @@ def _read(
     tokens_1T: Array,
     count_1: Array,
 ) -> tuple[llama.Caches, Array, list[Array]]:
-    """Processes T given tokens of one slot: what follows the last real one, and the digest."""
+    """Processes T given tokens of one slot; returns caches, the next token and digest leaves."""
     now = _taken(setup, caches, served)
     now, hidden_1D, tapped = step.read(setup, weights, now, tokens_1T, count_1)
     now, root_1 = step.choose_after(weights, now, hidden_1D, served.law)
@@ -437,9 +442,9 @@ def _read(
 def _verify(
     setup: Setup, weights: Weights, caches: llama.Caches, served: Served, tree: Tree
 ) -> tuple[llama.Caches, Array, Array, list[Array]]:
-    """One pass over A slots' trees of N nodes: emitted tokens, how many, digests of the paths."""
+    """Verifies A trees of N nodes; returns caches, emitted tokens, their counts, digest leaves."""
     N = tree.tokens_BN.shape[1]
-    # The shape of which any tree of N nodes is one: N levels at most, as in a chain.
+    # A shape that covers every tree of N nodes: up to N levels, as in a chain.
     setup = setup._replace(shape=DraftShape(N, 2, N - 1) if N > 1 else DraftShape(1))
     now = _taken(setup, caches, served)
     found = step.verify_tree(setup, weights, now, served.law, tree)
@@ -450,7 +455,7 @@ def _verify(
 
 
 def _cleared(setup: Setup, weights: Weights, caches: llama.Caches, slot: Array) -> llama.Caches:
-    """The slots' caches with zeros in one slot."""
+    """The caches of all slots, with one slot set to zeros."""
     return jax.tree.map(lambda cache_SKRE: cache_SKRE.at[slot].set(0), caches)
 
 
@@ -461,7 +466,7 @@ def _digest(setup: Setup, weights: Weights, start_A: Array, tapped: Tapped) -> l
 
 
 def _taken(setup: Setup, caches: llama.Caches, served: Served) -> RoundState:
-    """The slots' rows of the caches, as the state of a round."""
+    """Gathers the caches of the pass's slots into a RoundState."""
     A = len(served.slot_A)
     said = Said()
     if served.text_AC is not None:
@@ -476,7 +481,7 @@ def _taken(setup: Setup, caches: llama.Caches, served: Served) -> RoundState:
 
 
 def _put(caches: llama.Caches, worked: llama.Caches, served: Served, count: int) -> llama.Caches:
-    """The slots' caches with the `count` rows that a pass wrote behind each session's length."""
+    """Scatters the `count` rows after each session's length back into the caches of all slots."""
     row_AT = served.length_A[:, None] + jnp.arange(count)
 
     def put(cache_SKRE: Array, worked_AKRE: Array) -> Array:

@@ -1,11 +1,11 @@
-"""The protocol of split decoding: messages as bytes, and back with every field checked.
+"""The protocol of split decoding: encodes messages, and decodes them with every field checked.
 
     byte 0  protocol version    byte 1  kind    rest  one msgpack map, names of fields -> values
 
-Lists of whole numbers are sent as little-endian binary (tokens int32, parents uint16), and no
-message holds a msgpack array. msgspec decodes a map straight into the fields of its message, so a
-reader never allocates more than the bytes that were sent, whatever their headers promise. An error
-names a message and its field, but never shows the content.
+Lists of integers are sent as little-endian binary (tokens int32, parents uint16), and no message
+holds a msgpack array. msgspec decodes a map directly into the fields of its message, so a decoder
+never allocates more than the received bytes, whatever sizes their headers state. An error names a
+message and its field, but never shows the content.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ FaultCode = Literal[
     "not_finite",
 ]
 LARGEST = (1 << 31) - 1
-QUOTED = "'|(?<=unknown field) "  # where a message of msgspec begins to quote the content
-FIXMAP = 0x80  # msgpack's header of a map of at most 15 entries; no message has more fields
+QUOTED = "'|(?<=unknown field) "  # msgspec's error messages quote the content after this
+FIXMAP = 0x80  # msgpack header of a map of up to 15 entries; no message has more fields
 
 
 class BadMessage(InputError):
-    """Bytes that are not a message of this protocol; the error never shows their content."""
+    """The bytes are not a message of this protocol; the error never shows their content."""
 
 
 class WrongVersion(BadMessage):
-    """A message of another version of the protocol."""
+    """The message has another protocol version."""
 
     def __init__(self, theirs: int) -> None:
         self.theirs = theirs
@@ -59,22 +59,22 @@ class WrongVersion(BadMessage):
 
 @dataclasses.dataclass(frozen=True)
 class MessageLimits:
-    """Limits on one message that this side accepts; the protocol itself allows more."""
+    """Limits on one received message; the protocol itself allows more."""
 
-    max_tokens: int  # of a session
-    max_nodes: int  # of a draft, the root left out; below 2**16
-    max_rows: int  # of one Committed, at least the server's chunk
-    max_bytes: int  # of a whole message
+    max_tokens: int  # per session
+    max_nodes: int  # per draft, without the root; below 2**16
+    max_rows: int  # per Committed, at least the server's chunk
+    max_bytes: int  # per message
     max_stops: int = 64
-    max_text: int = 1000  # characters of any text
+    max_text: int = 1000  # characters per string
     vocab_size: int = 1 << 31  # token ids are below this
 
 
 class Form(NamedTuple):
     """The part of a field's format that its Python type does not state.
 
-    `read` checks a decoded value against the limits; the text of its BadMessage follows the name of
-    the field. `sent_as` is the type in msgpack, if that differs from the type of the field.
+    `read` checks a decoded value against the limits; the text of its BadMessage follows the field's
+    name. `sent_as` is the type in msgpack, if different from the field's type.
     """
 
     read: Callable[[Any, MessageLimits], Any] = lambda value, limits: value
@@ -83,7 +83,7 @@ class Form(NamedTuple):
 
 
 def _at_most(limit: str) -> Form:
-    """A whole number up to the limit with this name."""
+    """The form of an integer up to the limit with this name."""
 
     def read(value: int, limits: MessageLimits) -> int:
         if value > (high := getattr(limits, limit)):
@@ -94,9 +94,9 @@ def _at_most(limit: str) -> Form:
 
 
 def _numbers(dtype: str, bound: str, least: int, most: str) -> Form:
-    """A list of whole numbers from 0 to below the limit `bound`, sent as binary of one dtype.
+    """The form of a list of integers in 0..`bound` - 1, sent as binary of one dtype.
 
-    The length of the list is from `least` to the limit `most`.
+    The list's length is from `least` to `most`; `bound` and `most` are names of limits.
     """
     size = np.dtype(dtype).itemsize
 
@@ -114,7 +114,7 @@ def _numbers(dtype: str, bound: str, least: int, most: str) -> Form:
 
 
 def _read_text(value: str, limits: MessageLimits) -> str:
-    # The text may be shown in a terminal or a log, so control characters are refused.
+    # Control characters are rejected because terminals and logs may show the string.
     if len(value) > limits.max_text or not value.isprintable():
         raise BadMessage(f"is not a line of at most {limits.max_text} printable characters")
     return value
@@ -130,7 +130,7 @@ def _read_pairing(value: dict[str, str | int], limits: MessageLimits) -> dict[st
 SAMPLING_TYPES = {
     name: kind for name, kind in get_type_hints(Sampling).items() if name != "logit_bias"
 }
-BOUNDS = {"top_k": Meta(ge=0, le=LARGEST), "seed": Meta(ge=0)}  # the client has drawn the seed
+BOUNDS = {"top_k": Meta(ge=0, le=LARGEST), "seed": Meta(ge=0)}  # the client draws the seed
 SamplingFields = msgspec.defstruct(
     "SamplingFields",
     [(name, Annotated[kind, BOUNDS.get(name)]) for name, kind in SAMPLING_TYPES.items()],
@@ -139,9 +139,9 @@ SamplingFields = msgspec.defstruct(
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, float]:
-    """The field `Open.sampling`; `Sampling(**fields)` makes the same settings again.
+    """The field `Open.sampling`; `Sampling(**fields)` restores the settings.
 
-    Raises InputError for settings that have no field.
+    Raises InputError for `logit_bias`, which has no field.
     """
     if sampling.logit_bias:
         raise InputError("logit_bias cannot be sent to a server: leave it out, or decode locally")
@@ -151,8 +151,8 @@ def sampling_fields(sampling: Sampling) -> dict[str, float]:
 def _read_sampling(value: msgspec.Struct, limits: MessageLimits) -> dict[str, float]:
     fields = msgspec.structs.asdict(value)
     try:
-        Sampling(**fields)  # also refuses numbers that are not finite
-    except InputError as error:  # this line shows the value after the name
+        Sampling(**fields)  # also rejects numbers that are not finite
+    except InputError as error:  # the error shows the value after the name
         raise BadMessage(f"has a {str(error).partition(' ')[0]} out of range") from None
     return fields
 
@@ -172,7 +172,7 @@ MaybeTokens = Annotated[list[int], _numbers("<i4", "vocab_size", 0, "max_tokens"
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """The first message: the client's software, its pair of models and its encoding of rows."""
+    """The first message: the client's software, its model pairing and its encoding of rows."""
 
     software: WireText
     pairing: Pairing
@@ -182,19 +182,19 @@ class Hello:
 
 @dataclasses.dataclass(frozen=True)
 class Open:
-    """Starts a session, or starts it again from its committed tokens.
+    """Starts a session, or restarts it from its committed tokens.
 
-    Without `root_given`, `tokens` are the prompt, and the server picks the first token. With it
-    they are the prompt and all committed tokens, and the last one is the root. Rows of the first
-    `known` tokens are not sent.
+    Without `root_given`, `tokens` are the prompt, and the server picks the first token. With
+    `root_given`, `tokens` are the prompt and all committed tokens, and the last token is the root.
+    The server does not send rows of the first `known` tokens.
     """
 
     seq: Seq
     tokens: Tokens
-    prompt_length: CountFromOne  # of these: some penalties leave them
+    prompt_length: CountFromOne  # leading tokens that some penalties exclude
     root_given: bool
     known: Count
-    total: CountFromOne  # most tokens that the session may hold
+    total: CountFromOne  # most tokens of the session
     stop_ids: Annotated[list[int], _numbers("<i4", "vocab_size", 0, "max_stops")]
     sampling: Annotated[dict[str, float], Form(_read_sampling, sent_as=SamplingFields)]
 
@@ -209,22 +209,22 @@ class Open:
 
 @dataclasses.dataclass(frozen=True)
 class Resume:
-    """Goes on with a session after a lost connection.
+    """Resumes a session after a lost connection.
 
-    The server sends the last reply again if it was missed, but leaves out parts that hold only
+    The server sends the last reply again if the client missed it, without parts that hold only
     rows of the first `known` tokens.
     """
 
     session: SessionId
-    seq: LastSeq  # of the last reply seen; -1 for none
+    seq: LastSeq  # of the last received reply; -1 for none
     known: Count = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Verify:
-    """Lets the target verify a draft.
+    """Requests verification of a draft by the target.
 
-    `tokens` leave the root out. `parents` are indices of nodes: the root is 0, tokens[0] is 1.
+    `tokens` exclude the root. `parents` are node indices: the root is 0, tokens[0] is 1.
     """
 
     seq: Seq
@@ -240,7 +240,7 @@ class Verify:
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """Commits these tokens as they are; the last one becomes the root."""
+    """Commits `tokens` without verification; the last token becomes the root."""
 
     seq: Seq
     tokens: Tokens
@@ -253,37 +253,37 @@ class Close:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Lets the target decode the rest alone; each token is sent at once."""
+    """Requests plain decoding of the rest; the server sends every token immediately."""
 
     seq: Seq
 
 
 @dataclasses.dataclass(frozen=True)
 class Welcome:
-    """The reply to Hello: the server's own pairing and limits."""
+    """The reply to Hello: the server's pairing and limits."""
 
     software: WireText
     pairing: Pairing
     max_nodes: Seq
-    max_tokens: Positive  # of a session, its prompt included
+    max_tokens: Positive  # per session, including the prompt
     max_prompt: Positive
-    chunk: Annotated[Positive, _at_most("max_rows")]  # most rows in one message
+    chunk: Annotated[Positive, _at_most("max_rows")]  # most rows per message
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A session has started; with its name, 32 random hex digits, it can be resumed."""
+    """Confirms a new session; `session`, 32 random hex digits, is its id for Resume."""
 
     session: SessionId
 
 
 @dataclasses.dataclass(frozen=True)
 class Committed:
-    """Tokens that were committed, and the rows of tokens start to start + count - 1.
+    """Committed tokens, and the rows of tokens start to start + count - 1.
 
     The last of `tokens` is the new root. If `more` is true, further parts of the reply follow. Only
-    the last part has tokens and `done`. In a Stream every part has tokens, which come after token
-    `start`, and none has rows.
+    the last part has tokens and `done`. In the reply to Stream every part has tokens, which follow
+    token `start`, and no part has rows.
     """
 
     seq: Seq
@@ -301,14 +301,14 @@ class Committed:
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """The session goes on; the reply that the client missed follows, if it missed one."""
+    """Confirms a resumed session; the missed reply follows, if the client missed a reply."""
 
     seq: LastSeq  # of the server's last reply
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """The refusal of a request; after a fatal Fault the server closes the connection."""
+    """An error reply to a request; after a fatal Fault the server closes the connection."""
 
     code: FaultCode
     text: WireText
@@ -317,7 +317,7 @@ class Fault:
 
 Up = Hello | Open | Resume | Verify | Read | Close | Stream
 Down = Welcome | Opened | Committed | Resumed | Fault
-# A number never changes its meaning, not even after its message is gone.
+# A number never changes its meaning, even after its message is removed.
 UP: dict[int, type] = {1: Hello, 2: Open, 3: Resume, 4: Verify, 5: Read, 6: Close, 7: Stream}
 DOWN: dict[int, type] = {65: Welcome, 66: Opened, 67: Committed, 68: Resumed, 69: Fault}
 KIND_OF = {message: kind for kind, message in (UP | DOWN).items()}
@@ -338,7 +338,7 @@ for message in KIND_OF:
 
 
 def encode(message: Up | Down) -> bytes:
-    """A message as bytes; the receiver checks them."""
+    """Encodes a message without checks; the receiver checks the bytes."""
     kind = type(message)
     fields = {name: form.write(getattr(message, name)) for name, form in FORMS[kind].items()}
     return bytes((VERSION, KIND_OF[kind])) + msgspec.msgpack.encode(fields)
@@ -371,7 +371,7 @@ def _decode(data: bytes, limits: MessageLimits, kinds: dict[int, type]) -> Any:
         sent = READERS[kind].decode(memoryview(data)[2:])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadMessage(f"{kind.__name__}{_reason(kind, str(error))}") from None
-    if data[2] != FIXMAP + len(FORMS[kind]):  # a name is repeated
+    if data[2] != FIXMAP + len(FORMS[kind]):  # the map repeats a name
         raise BadMessage(f"{kind.__name__} is not a msgpack map of its fields")
     fields = {}
     for name, form in FORMS[kind].items():
@@ -383,7 +383,7 @@ def _decode(data: bytes, limits: MessageLimits, kinds: dict[int, type]) -> Any:
 
 
 def _reason(kind: type, message: str) -> str:
-    """The end of an error's line: msgspec's message without the content that it quotes."""
+    """The end of an error message: msgspec's message without the quoted content."""
     what, _, place = message.rpartition(" - at ")
     found = re.search(r"`\$\.(\w+)[^`]*`$", place) if what else None
     if found and found[1] in FORMS[kind]:

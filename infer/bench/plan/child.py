@@ -1,8 +1,8 @@
-"""Ahead-of-time compiles in a process of their own, since compilers crash.
+"""Ahead-of-time compilation in a child process, because compilers may crash.
 
     parent: run(module, request, ...) --> child: python -m module, which ends with serve(answer)
 
-The request travels as a pickle on stdin, the answer as a line of JSON on stdout.
+The request is a pickle on stdin, the answer a line of JSON on stdout.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from moa_jax.errors import InputError, first_line
 
 
 class CompilerCrash(RuntimeError):
-    """The compiler ended without a verdict; one line."""
+    """The compiler crashed without a verdict; the message is one line."""
 
 
 def run(module: str, request: Any, machine: Machine, advice: str) -> dict[str, Any]:
-    """The answer of `module` in a process that may compile for `machine`.
+    """Runs `module` in a child process that may compile for `machine`; returns its answer.
 
-    Raises InputError without the machine's compiler and for a request that the child refuses, and
-    CompilerCrash, which ends with `advice`, where the compiler dies.
+    Raises InputError without the machine's compiler and for a request that the child refuses.
+    Raises CompilerCrash, with `advice`, if the compiler crashes.
     """
     machines.check_compiler(machine)
     ran = subprocess.run(
-        [sys.executable, "-P", "-m", module],  # no file in the current folder is run instead
+        [sys.executable, "-P", "-m", module],  # -P: ignores modules in the current folder
         input=pickle.dumps(request),
         env=os.environ | machines.ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
@@ -55,7 +55,7 @@ def run(module: str, request: Any, machine: Machine, advice: str) -> dict[str, A
 
 
 def serve(answer: Callable[..., dict[str, Any]]) -> None:
-    """Answers the request on stdin, in the child; the library's log comes with the answer."""
+    """Answers the request on stdin, in the child; `notices` of the answer hold the log."""
     request, log = pickle.load(sys.stdin.buffer), io.StringIO()
     logging.getLogger("moa_jax").addHandler(logging.StreamHandler(log))
     try:

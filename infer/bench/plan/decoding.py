@@ -1,11 +1,11 @@
-"""The decode and prefill programs compiled for a chip that is not attached, and their cost.
+"""The cost of decode and prefill programs compiled for a chip that is not attached.
 
     request --> child process: shapes, XLA --> kernels by phase --> modelled time, fits or not
 
-Nothing is measured. The time of a kernel is the longer of two, its bytes over the bandwidth of
-the memory and the FLOPs of its products over the chip's peak, and the time to launch it. The
-roofline does not depend on a program: a pass reads each weight and each used row of a cache once,
-and launches nothing.
+All times are modelled, not measured. A kernel takes the longer of two times (its bytes over the
+memory bandwidth, the FLOPs of its matrix products over the chip's peak) plus the launch time. The
+roofline does not depend on a program: a pass reads every weight and every used cache row once, and
+launches nothing.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from moa_jax.runtime.precision import matmul_precision
 Plan = dict[str, Any]
 PHASES = ("draft", "verify", "extend", "commit")  # the scopes of moa_jax.decode.step
 REST, PREFILL = "rest", "prefill"
-FORMATS = ("bfloat16", "float32", *quantise.FORMATS)  # of weights
+FORMATS = ("bfloat16", "float32", *quantise.FORMATS)  # weight formats
 ADVICE = "try fewer --cache-rows or a smaller --batch"
 
 
 class PlanRequest(NamedTuple):
-    """A decode program and its machine; everything in it can be pickled."""
+    """A decode program and its machine; all fields can be pickled."""
 
     machine: Machine
     target: TargetConfig
@@ -57,7 +57,7 @@ class PlanRequest(NamedTuple):
     weights: str = "bfloat16"
     prompt_length: int | None = None
     tau: float = 1.0
-    mesh: dict[str, int] = {}  # sizes of a mesh of all chips; empty: a single chip  # noqa: RUF012
+    mesh: dict[str, int] = {}  # axis sizes over all chips; empty: one chip  # noqa: RUF012
 
     def check(self) -> None:
         """Raises InputError for a request that cannot be planned."""
@@ -87,7 +87,7 @@ class PlanRequest(NamedTuple):
 
     @property
     def prompt(self) -> int:
-        """Tokens of the prompt, by default the longest that fits, and at most 1,024."""
+        """Prompt length; by default the largest power of two that fits, at most 1,024."""
         if self.prompt_length is not None:
             return self.prompt_length
         room = max(self.cache_rows - self.shape.num_rows, 1)
@@ -95,24 +95,24 @@ class PlanRequest(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Tokens of a prompt that one prefill pass reads."""
+        """Prompt tokens per prefill pass."""
         return min(chunks_for(self.machine.chip.compiler, self.batch)[0], self.cache_rows)
 
     @property
     def used(self) -> float:
-        """Share of a cache's rows that are used."""
+        """Share of used cache rows."""
         return 1.0 if self.rows_used is None else self.rows_used / self.cache_rows
 
     @property
     def peak(self) -> float:
-        """FLOP/s of the chip."""
+        """Peak FLOP/s of the chip in the weights' compute dtype."""
         return self.machine.chip.flops("float32" if self.weights == "float32" else "bfloat16")
 
 
 def plan(request: PlanRequest) -> Plan:
-    """The cost of decoding on a machine, as a dictionary fit for JSON.
+    """The cost of decoding on a machine, as a JSON-compatible dictionary.
 
-    Raises InputError for a request that cannot be planned, CompilerCrash where the compiler dies.
+    Raises InputError for a request that cannot be planned, CompilerCrash if the compiler crashes.
     """
     request.check()
     return child.run(__name__, (request,), request.machine, ADVICE)
@@ -122,7 +122,7 @@ def plan(request: PlanRequest) -> Plan:
 
 
 def compile_plan(request: PlanRequest) -> Plan:
-    """`plan`, in this process."""
+    """Computes `plan` in this process."""
     drafter = request.drafter and functions_of(request.drafter, request.target)
     setup = Setup(request.target, drafter, request.shape)
     where, *others = machines.devices(request.machine)
@@ -146,14 +146,14 @@ def compile_plan(request: PlanRequest) -> Plan:
 
 
 def weights_of(setup: Setup, name: str) -> Weights:
-    """The shapes of both models' weights in one of FORMATS."""
+    """The shapes of both models' weights in format `name`, one of FORMATS."""
     if name in quantise.FORMATS:
         return lowering.abstract_weights(setup, weights=name)
     return lowering.abstract_weights(setup, jnp.dtype(name))
 
 
 def _sharded(request: PlanRequest, weights: Weights, mesh: Mesh) -> Weights:
-    """The shapes of weights, with their shardings on a mesh."""
+    """Adds the shardings on a mesh to the shapes of weights."""
     check_mesh(request.target, mesh)
 
     def sharded(params: Any, table: convert.Table, model: str) -> Any:
@@ -186,7 +186,7 @@ def _described(request: PlanRequest) -> Plan:
 def _memory(
     request: PlanRequest, weights: Weights, state: DecodeState, programs: Sequence[HloModule]
 ) -> Plan:
-    """Bytes that are held while the larger of the programs runs, and whether they fit."""
+    """Memory (bytes) while the larger of the programs runs, and whether it fits."""
     refused = [program for program in programs if program.hlo is None]
     temp = None if refused else max(program.temp_bytes for program in programs)
     held = {"weights": num_bytes(weights), "state": num_bytes(state)}
@@ -201,7 +201,7 @@ def _memory(
 
 
 def cost(request: PlanRequest, decode: HloModule, prefill: HloModule) -> Plan:
-    """Kernels, collectives and time of the compiled programs, by phase; none if one is refused."""
+    """Kernels, collectives and time of the compiled programs, by phase; empty if one is refused."""
     if decode.hlo is None or prefill.hlo is None:
         nothing = {"round_ms": None, "tokens_per_s": None, "launches": None, "links": None}
         return {"phases": [], "moves": []} | nothing
@@ -214,7 +214,7 @@ def cost(request: PlanRequest, decode: HloModule, prefill: HloModule) -> Plan:
     for kernel in hlo.kernels(decode.hlo):
         if kernel.in_loop:
             phases[phase_of(kernel.label)].append(priced(kernel, decode.costs, request.used))
-    used = request.prompt / 2 / request.cache_rows  # in the mean of all chunks
+    used = request.prompt / 2 / request.cache_rows  # mean over all chunks
     read = hlo.kernels(prefill.hlo, trips=-(-request.prompt // request.chunk))
     rows = [_phase(request, name, found) for name, found in phases.items()]
     links = _links(request.machine, hlo.collectives(decode.hlo, in_loop=True))
@@ -236,7 +236,7 @@ def phase_of(label: str) -> str:
 
 
 def priced(kernel: Kernel, costs: KernelCosts, used: float = 1.0) -> Kernel:
-    """A kernel with its cost; a Pallas kernel has the cost that it declares.
+    """Adds the declared cost to a Pallas kernel; returns other kernels unchanged.
 
     `used` is the share of a cache's rows that attention reads. Raises InputError for a Pallas
     kernel without a cost estimate.
@@ -264,7 +264,7 @@ def _phase(request: PlanRequest, name: str, kernels: list[Kernel]) -> Plan:
 
 
 def _links(machine: Machine, found: Sequence[hlo.Collective]) -> Plan:
-    """Collectives of a round, the bytes that each chip receives, and their time."""
+    """Collectives of a round, the bytes received per chip, and the time."""
     kinds = hlo.by_kind(found)
     count, size = (sum(kind[key] for kind in kinds.values()) for key in ("count", "bytes"))
     seconds = machine.chip.latency * count + machine.received_s(size)
@@ -275,12 +275,13 @@ def _links(machine: Machine, found: Sequence[hlo.Collective]) -> Plan:
 
 
 def roofline(request: PlanRequest, setup: Setup, weights: Weights, state: DecodeState) -> float:
-    """Tokens/s that programs can come close to on this chip.
+    """Upper bound of tokens/s that programs can approach on this chip.
 
-    A round is one pass of the target over all nodes, one of the drafter for each drafted level,
-    and the weights that only the digest reads. Of an embedding table a pass reads some rows only.
-    A few weights of a drafter are not read in every level, as those for the memory's keys in MoA:
-    below 1 % there. On a mesh each chip reads its part, and sends nothing.
+    A round is one pass of the target over all nodes, one pass of the drafter per drafted level,
+    and one read of the weights that only the digest uses. Embedding tables are not counted, because
+    a pass reads only a few of their rows. A few drafter weights are not read in every level, such
+    as those for the memory's keys in MoA (below 1 %). On a mesh every chip reads its part, and
+    communication is free.
     """
     weights, state = lowering.local(weights), lowering.local(state)
     shape, block, bandwidth = setup.shape, setup.target.block, request.machine.chip.bandwidth
@@ -313,7 +314,7 @@ def roofline(request: PlanRequest, setup: Setup, weights: Weights, state: Decode
 
 
 def _multiplied(params: Any) -> Any:
-    """The weights that a pass multiplies with: no embedding table, unless it is the head too."""
+    """The weights that a pass multiplies with: without an embedding table that is not the head."""
     if "embed" not in params or "lm_head" not in params:
         return params
     return {key: leaf for key, leaf in params.items() if key != "embed"}

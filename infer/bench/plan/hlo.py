@@ -1,8 +1,8 @@
-"""XLA's optimised program, read as text: kernels, bytes, large copies and collectives.
+"""Parses XLA's optimised program text: kernels, bytes, large copies and collectives.
 
-`cost_analysis()` of a compiled program counts the body of a loop once and has no phases, so
-kernels are counted here. Each reads its operands and writes its results; a slice or an update in
-place counts for its part.
+`cost_analysis()` of a compiled program counts the body of a loop once and has no phases, so this
+module counts kernels. A kernel reads its operands and writes its results; a slice or an in-place
+update counts only its part.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import NamedTuple
 LARGE = 2 * 1024**2  # bytes
 
 MOVES = {"copy", "slice", "dynamic-slice", "concatenate", "transpose", "pad"}
-# These return the same array, maybe with another type or shape.
+# These return the same array, possibly with another dtype or shape.
 SEEN_THROUGH = {"bitcast", "reshape", "convert", "dynamic-update-slice"}
 FOLLOWED = {"while", "conditional", "call", "async-start", "fusion-start"}
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 FREE |= {"optimization-barrier"}
 SLICES = {"slice", "dynamic-slice", "gather", "slice-start"}
-UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # which operand holds the new part
+UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # index of the operand with the new part
 COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"}
 COLLECTIVES |= {"collective-permute", "collective-broadcast"}
 
@@ -50,37 +50,37 @@ Dims = tuple[int, ...]
 
 
 class HloArray(NamedTuple):
-    """One array of a shape."""
+    """One array of an HLO shape."""
 
     dtype: str  # bf16, f32, s32, pred, ...
     dims: Dims
     size: int  # bytes
-    on_chip: bool  # in the chip's own fast memory, which libtpu writes as S(1)
+    on_chip: bool  # in the chip's fast memory, S(1) in libtpu's text
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.dims)
 
 
 class Instruction(NamedTuple):
-    """One line of a computation."""
+    """One instruction of a computation."""
 
     name: str
     opcode: str
-    shape: str  # of its result
-    arguments: str  # between its brackets
-    attributes: str  # after them
+    shape: str  # of the result
+    arguments: str  # text between the parentheses
+    attributes: str  # text after the parentheses
     is_root: bool
 
     @property
     def arrays(self) -> list[HloArray]:
-        """Its results."""
+        """The result arrays."""
         return arrays(self.shape)
 
     @property
     def size(self) -> int:
-        """Bytes of its result; of a tuple, those of the largest array."""
+        """Bytes of the result; for a tuple, of its largest array."""
         return max((each.size for each in self.arrays), default=0)
 
     @property
@@ -89,23 +89,23 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """Computations."""
+        """Names of the called computations."""
         return _NAME.findall(" ".join(_CALLED.findall(self.attributes)))
 
     @property
     def label(self) -> str:
-        """Named scopes and the jax primitive that it comes from."""
+        """Named scopes and the jax primitive of the instruction's origin."""
         return attribute(_LABEL, self)
 
 
 Computation = dict[str, Instruction]
 Program = dict[str, Computation]
-ENTRY = ""  # the computation that a program begins with has this name, too
+ENTRY = ""  # second name of the entry computation
 
 
 @functools.lru_cache(maxsize=2)
 def parse(text: str) -> Program:
-    """The computations of a module by name, each with its instructions by name."""
+    """The computations of a module by name; a computation maps names to instructions."""
     program: Program = {}
     current: Computation = {}
     for line in text.splitlines():
@@ -120,7 +120,7 @@ def parse(text: str) -> Program:
 
 
 def arrays(shape: str) -> list[HloArray]:
-    """Every array of a shape, which may be a tuple."""
+    """All arrays of a shape, which may be a tuple."""
     found = []
     for dtype, bits, dims, on_chip in _ARRAY.findall(shape):
         sides = tuple(int(side) for side in dims.split(",") if side)
@@ -130,7 +130,7 @@ def arrays(shape: str) -> list[HloArray]:
 
 
 def attribute(key: re.Pattern[str], instruction: Instruction) -> str:
-    """One of an instruction's attributes, "" without it."""
+    """The value of an instruction's attribute, or "" if missing."""
     found = key.search(instruction.attributes)
     return found[1] if found else ""
 
@@ -145,19 +145,19 @@ def _results(fused: Computation) -> list[Instruction]:
     return [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
 
 
-# ---- what runs, and how often -------------------------------------------------------------
+# ---- executed instructions ----------------------------------------------------------------
 
 
-Executed = tuple[Computation, Instruction, int, bool]  # holder, how often, whether in a loop
+Executed = tuple[Computation, Instruction, int, bool]  # holder, instruction, runs, in a loop
 
 
 def executed(
     program: Program, trips: int = 1, name: str = ENTRY, times: int = 1, in_loop: bool = False
 ) -> Iterator[Executed]:
-    """The instructions that a program runs; those inside a fusion belong to the fusion.
+    """Yields the instructions that a program runs; a fusion is one instruction.
 
-    Loops count in full, one of unknown length `trips` times, and all branches of a conditional
-    count.
+    A loop's body counts once per iteration (`trips` times for an unknown length); all branches of a
+    conditional count.
     """
     at = program[name]
     for each in at.values():
@@ -170,9 +170,9 @@ def executed(
 
 
 def trip_count(program: Program, at: Computation, loop: Instruction) -> int | None:
-    """How often a loop runs, None where the program does not show it.
+    """Number of iterations of a loop; None if the program does not show it.
 
-    XLA writes the count down for some loops. libtpu's loops go from a constant to below another.
+    XLA states the trip count of some loops. libtpu's loops count from one constant to another.
     """
     if known := attribute(_TRIPS, loop):
         return int(known)
@@ -194,7 +194,7 @@ def trip_count(program: Program, at: Computation, loop: Instruction) -> int | No
 
 
 def unknown_loops(text: str) -> int:
-    """The number of loops whose length the program does not show."""
+    """Number of loops with an unknown trip count."""
     program = parse(text)
     loops = ((at, each) for at, each, *_ in executed(program) if each.opcode == "while")
     return sum(trip_count(program, at, each) is None for at, each in loops)
@@ -204,21 +204,22 @@ def unknown_loops(text: str) -> int:
 
 
 class Kernel(NamedTuple):
-    """A kernel or a copy in memory; figures are those of one run."""
+    """A kernel or a memory copy; figures are per run."""
 
     label: str
     times: int
     in_loop: bool
-    bytes: int  # that it reads and writes
-    flops: int  # of its matrix products
+    bytes: int  # read and written
+    flops: int  # of matrix products
     dims: tuple[Dims, ...]  # of operands and results
-    pallas: str  # the name of a Pallas kernel, "" for any other
+    pallas: str  # name of a Pallas kernel, "" for other kernels
 
 
 def kernels(text: str, trips: int = 1) -> list[Kernel]:
-    """The kernels that a program runs, without collectives; `trips` is that of `executed`.
+    """The kernels that a program runs, without collectives; `trips` as in `executed`.
 
-    A kernel without a label has that of an instruction inside it, else of the kernel after it.
+    A kernel without a label gets the label of its first labelled inner instruction, or of the
+    next kernel.
     """
     program, label, found = parse(text), "", []
     for at, each, times, in_loop in reversed([*executed(program, trips)]):
@@ -259,9 +260,9 @@ def _read(program: Program, at: Computation, each: Instruction) -> int:
 
 
 def _used(program: Program, fused: Computation, name: str, whole: int, result: int) -> int:
-    """Bytes that a fusion reads of a value of `whole` bytes, and `result` where it returns it.
+    """Bytes that a fusion reads of a value of `whole` bytes; `result` if it returns the value.
 
-    Of slices it reads the part, of updates in place nothing.
+    A slice reads only its part, and an in-place update reads nothing.
     """
     if fused[name].is_root:
         return result
@@ -284,7 +285,7 @@ def _used(program: Program, fused: Computation, name: str, whole: int, result: i
 
 
 def _users(fused: Computation, name: str) -> list[tuple[Instruction, int]]:
-    """The instructions that use a value, and as which operand."""
+    """The instructions that use a value, with the operand's index."""
     every = ((user, index) for user in fused.values() for index in range(len(user.operands)))
     return [(user, index) for user, index in every if user.operands[index] == name]
 
@@ -309,16 +310,16 @@ def _written(at: Computation, each: Instruction) -> int:
 
 
 def _given(each: Instruction) -> list[HloArray]:
-    """The arrays that an instruction writes: the start of a copy names its source, too."""
+    """The arrays that an instruction writes; the result of copy-start also lists its source."""
     place = {"copy-start": 0, "slice-start": 1}.get(each.opcode)
     return each.arrays if place is None else each.arrays[place : place + 1]
 
 
 def _flops(at: Computation, instructions: Iterable[Instruction], label: str) -> int:
-    """Operations of the matrix products among a kernel's instructions.
+    """FLOPs of the matrix products among a kernel's instructions.
 
-    The sizes of operands, B x M x K and B x K x N, and of the result, B x M x N, give
-    (B x M x K x N)^2 x B. A product of one row may be a multiplication whose results are summed.
+    The product of the sizes of the operands, B x M x K and B x K x N, and of the result, B x M x N,
+    is (B x M x K x N)^2 x B. A product of one row may be a multiplication followed by a sum.
     """
     found = summed = 0
     for each in instructions:
@@ -332,7 +333,7 @@ def _flops(at: Computation, instructions: Iterable[Instruction], label: str) -> 
 
 
 def _batch(each: Instruction, dims: list[Dims]) -> int:
-    """The number of products in a batch of them; libtpu writes its axes as those of a window."""
+    """Batch size of a batched product; libtpu encodes batch axes as window axes."""
     if labels := _AXES.search(each.attributes):
         sizes = [dict(zip(*axes, strict=True)) for axes in zip(labels.groups(), dims, strict=True)]
         windows = [[size[axis] for size in sizes] for axis in sizes[0] if axis.isdigit()]
@@ -345,9 +346,9 @@ def _batch(each: Instruction, dims: list[Dims]) -> int:
 
 
 class Move(NamedTuple):
-    """A large array that is only moved or cast."""
+    """A large array that an instruction only moves or casts."""
 
-    name: str  # of the instruction, or of the fusion that holds it
+    name: str  # of the instruction or its fusion
     opcode: str
     bytes: int
     label: str
@@ -355,11 +356,11 @@ class Move(NamedTuple):
 
 
 def large_moves(text: str, at_least_bytes: int = LARGE) -> list[Move]:
-    """Every move in a loop that results in an array of `at_least_bytes` or more.
+    """All moves in loops with a result of `at_least_bytes` or more.
 
-    A fusion counts if a move is the last thing that it does. A move in the middle of a fusion is
-    never stored. An update in place does not count, but a copy made for it does. Raises
-    ValueError for a program without a loop.
+    A fusion counts if its last operation is a move; a move inside a fusion is never stored. An
+    in-place update does not count, but a copy made for the update does. Raises ValueError for a
+    program without a loop.
     """
     program = parse(text)
     if not (found := [each for each in executed(program) if each[-1]]):
@@ -373,10 +374,10 @@ def large_moves(text: str, at_least_bytes: int = LARGE) -> list[Move]:
 
 
 def _moved(program: Program, at: Computation, each: Instruction) -> Iterator[tuple[str, int]]:
-    """The arrays that an instruction only moves or casts: the opcode, and bytes.
+    """Yields opcode and bytes of the arrays that an instruction only moves or casts.
 
-    An array that a TPU's compiler prefetches into the chip's own memory does not count. A cast
-    counts for arguments of the computation alone, which are weights and caches.
+    Arrays that a TPU's compiler prefetches into on-chip memory do not count. A cast counts only
+    for arguments of the computation, which are weights and caches.
     """
     fused = program[each.called[0]] if each.opcode == "fusion" else {}
     for result in _results(fused) if fused else [each]:
@@ -405,15 +406,15 @@ class Collective(NamedTuple):
 
     kind: str
     times: int
-    received: int  # bytes that reach each chip each time, at least: the group's size is unknown
-    is_async: bool  # other work runs beside it
+    received: int  # least bytes received per chip and run; the group's size is unknown
+    is_async: bool  # overlaps with other work
 
 
 def collectives(text: str, in_loop: bool = False) -> list[Collective]:
-    """The collectives of a program, or of its loops alone; one of unknown length counts once.
+    """The collectives of a program, or only of its loops; a loop of unknown length counts once.
 
-    Where libtpu overlaps a collective with other work, pieces of it stand in several fusions. They
-    share a channel, and the piece that runs least counts.
+    If libtpu overlaps a collective with other work, several fusions hold parts of the collective.
+    These parts share a channel, and only the part with the fewest runs counts.
     """
     program = parse(text)
     found: dict[str, Collective] = {}
@@ -427,7 +428,7 @@ def collectives(text: str, in_loop: bool = False) -> list[Collective]:
 
 
 def by_kind(found: Iterable[Collective]) -> dict[str, dict[str, int]]:
-    """How many collectives of each kind run, and the bytes that each chip receives."""
+    """Number of collectives by kind, and the bytes received per chip."""
     totals: dict[str, dict[str, int]] = {}
     for each in found:
         total = totals.setdefault(each.kind, {"count": 0, "bytes": 0})
@@ -439,7 +440,7 @@ def by_kind(found: Iterable[Collective]) -> dict[str, dict[str, int]]:
 def _sent(
     program: Program, at: Computation, each: Instruction
 ) -> Iterator[tuple[str, str, int, bool]]:
-    """Channel, kind, bytes and overlap of an instruction's collectives, a fusion's among them."""
+    """Yields channel, kind, bytes and `is_async` of the collectives in an instruction or fusion."""
     kind = each.opcode.removesuffix("-start")
     if kind in COLLECTIVES:
         channel = attribute(_CHANNEL, each) or f"{id(at)} {each.name}"
@@ -448,7 +449,7 @@ def _sent(
         fused = program[each.called[0]]
         for inner in fused.values():
             for channel, kind, size, _ in _sent(program, fused, inner):
-                # libtpu's reduce-scatter: an all-reduce fused with the slice of a part
+                # libtpu's reduce-scatter: an all-reduce fused with a slice
                 is_scattered = each.called[0].startswith("all-reduce-scatter")
                 if is_scattered and kind == "all-reduce":
                     kind, size = "reduce-scatter", size - _held(each.shape)
@@ -456,18 +457,18 @@ def _sent(
 
 
 def _received(at: Computation, each: Instruction, kind: str) -> int:
-    """Bytes that a collective brings to each of its chips, at least.
+    """Least bytes that every chip of a collective receives.
 
-    A ring of n chips brings (n - 1) / n of an array that is gathered or scattered, and twice that
-    of one that is summed; n is at least 2.
+    A ring of n >= 2 chips transfers (n - 1) / n of a gathered or scattered array, and twice that
+    share of a summed array.
     """
     sent, result = sum(_held(at[name].shape) for name in each.operands), _held(each.shape)
     if kind in ("all-gather", "reduce-scatter"):
-        is_start = each.opcode.endswith("-start")  # whose result holds the operands, too
+        is_start = each.opcode.endswith("-start")  # the result of -start also holds the operands
         return abs(result - sent - sent * is_start)
     return sent // 2 if kind.endswith("all-to-all") else sent
 
 
 def _held(shape: str) -> int:
-    """Bytes of all arrays of a shape."""
+    """Bytes of all arrays in a shape."""
     return sum(each.size for each in arrays(shape))

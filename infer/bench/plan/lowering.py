@@ -1,10 +1,10 @@
-"""Decode and prefill programs compiled for a device that need not be attached.
+"""Compiles decode and prefill programs for a device that need not be attached.
 
-A round of decoding reads every weight once and waits for little else. A weight or a cache that
-is copied within the loop is written and read a second time. So nothing large may be copied,
-sliced, joined, transposed or padded in a round; `hlo.large_moves` lists such copies.
+The time of a decoding round is mostly one read of every weight. Copying a weight or a cache within
+the loop adds a write and a second read, so a round must not copy, slice, concatenate, transpose or
+pad large arrays; `hlo.large_moves` lists such copies.
 
-Compiling needs jax's CUDA plugin (`make env PLAN=1`), JAX_PLATFORMS=cpu and no CUDA library.
+Compilation needs jax's CUDA plugin (`make env PLAN=1`), JAX_PLATFORMS=cpu and no CUDA library.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ GREEDY = Law()
 
 
 class Cost(NamedTuple):
-    """The `cost_estimate` of a Pallas kernel: one run on caches whose every row is used."""
+    """The `cost_estimate` of a Pallas kernel: one run on caches with all rows used."""
 
     flops: int
     size: int  # bytes read and written
 
 
-KernelCosts = dict[tuple[str, Dims], Cost | None]  # by kernel and dimensions; None: not declared
+KernelCosts = dict[tuple[str, Dims], Cost | None]  # by name and dimensions; None: not declared
 
 
 class HloModule(NamedTuple):
-    """A program compiled by XLA, or refused."""
+    """A program that XLA compiled, or refused for its memory."""
 
-    hlo: str | None = None  # the optimised module; None where the program does not fit
-    temp_bytes: int | None = None  # memory beside arguments and results
-    peak_bytes: int | None = None  # arguments included; None where XLA does not say
+    hlo: str | None = None  # the optimised module; None if the program does not fit
+    temp_bytes: int | None = None  # memory besides arguments and results
+    peak_bytes: int | None = None  # including arguments; None if XLA does not report it
     seconds: float = 0.0  # compile time
-    costs: KernelCosts = {}  # of its Pallas kernels, which XLA cannot price  # noqa: RUF012
+    costs: KernelCosts = {}  # of Pallas kernels; XLA has no costs for them  # noqa: RUF012
 
 
 def compile_for(
@@ -60,16 +60,15 @@ def compile_for(
     donate: tuple[int, ...] = (),
     drafts: bool = False,
 ) -> HloModule:
-    """Compiles for a device or a mesh, from the arguments' shapes alone.
+    """Compiles a function for a device or a mesh from the shapes of its arguments.
 
-    For a mesh the shapes have shardings, and results get theirs. `drafts` tells that rounds verify
-    several tokens.
+    For a mesh the shapes must have shardings. `drafts` is True if rounds verify several tokens.
     """
     if not isinstance(where, Mesh):
         place = SingleDeviceSharding(where)
         form = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
         arguments = jax.tree.map(form, arguments)
-        # jax 0.11 takes the GPU of a Pallas kernel from the mesh, not from the arguments.
+        # jax 0.11 takes a Pallas kernel's GPU from the mesh, not from the arguments.
         where = make_mesh(MeshConfig(), [where])
     with jax.set_mesh(where):
         traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
@@ -81,13 +80,13 @@ def _platform(where: Any) -> str:
 
 
 def compiled(traced: Any, options: dict[str, Any] | None = None) -> HloModule:
-    """Compiles a traced program; one that exceeds the memory of its chip gives no module."""
+    """Compiles a traced program; `hlo` is None if the program exceeds the chip's memory."""
     lowered, begin = traced.lower(), time.perf_counter()
     try:
         program = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error) or needed(str(error)) is None:
-            raise  # a kernel may exhaust a GPU's shared memory, which is no verdict
+            raise  # for example a kernel exhausted a GPU's shared memory
         return HloModule(peak_bytes=needed(str(error)), seconds=time.perf_counter() - begin)
     seconds, memory = time.perf_counter() - begin, program.memory_analysis()
     sizes = memory.temp_size_in_bytes, memory.peak_memory_in_bytes
@@ -109,7 +108,7 @@ def declared(jaxpr: Any) -> KernelCosts:
 
 
 def needed(complaint: str) -> int | None:
-    """Bytes that a program needs at least, from libtpu's message that it does not fit."""
+    """Least bytes that a program needs, parsed from libtpu's out-of-memory message."""
     found = re.search(r"(?:Used |\()([\d.]+)([KMGT])\)? (?:of|exceeds)", complaint)
     return int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2]))) if found else None
 
@@ -117,7 +116,7 @@ def needed(complaint: str) -> int | None:
 def abstract_weights(
     setup: Setup, dtype: Any = jnp.bfloat16, weights: quantise.Format | None = None
 ) -> Weights:
-    """The shapes of both models' weights as they are loaded for decoding."""
+    """The shapes of both models' weights as loaded for decoding."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     cast = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype)
     inits = (functools.partial(llama.init, setup.target), setup.drafter and setup.drafter.init)
@@ -128,7 +127,7 @@ def abstract_weights(
 
 
 def abstract_state(setup: Setup, weights: Weights, cache_rows: int, batch: int = 1) -> DecodeState:
-    """The shapes of the state that a generation carries from round to round."""
+    """The shapes of the state of a generation."""
     capacity = cache_rows - setup.shape.num_rows
     read = functools.partial(step.prefill, setup, capacity=capacity, chunks=(1,))
     prompt = (_integers(batch, 1), _integers(batch))
@@ -138,9 +137,9 @@ def abstract_state(setup: Setup, weights: Weights, cache_rows: int, batch: int =
 def compile_decode(
     where: Any, setup: Setup, weights: Weights, cache_rows: int, batch: int = 1
 ) -> HloModule:
-    """The loop of rounds for caches of `cache_rows` rows, its state donated as in a session.
+    """Compiles the decode loop for caches of `cache_rows` rows; donates the state as in a session.
 
-    It is compiled for a device, or for the mesh of sharded weights.
+    `where` is a device, or the mesh of sharded weights.
     """
     state = abstract_state(setup, weights, cache_rows, batch)
     decode = functools.partial(step.decode, setup)
@@ -150,7 +149,7 @@ def compile_decode(
 def compile_prefill(
     where: Any, setup: Setup, weights: Weights, cache_rows: int, batch: int = 1
 ) -> HloModule:
-    """The loop of chunks that reads prompts of any length into caches of `cache_rows` rows."""
+    """Compiles the chunked prefill of prompts of any length for caches of `cache_rows` rows."""
     capacity = cache_rows - setup.shape.num_rows
     chunks = chunks_for(_platform(where), batch)
     read = functools.partial(step.prefill, setup, capacity=capacity, chunks=chunks)
@@ -166,7 +165,7 @@ def _compile(
     *arrays: Any,
     **how: Any,
 ) -> HloModule:
-    """Compiles as `decode.programs` does."""
+    """Compiles a function as `decode.programs` does."""
     if isinstance(where, Mesh):
         function, arrays = split(function), on_mesh(arrays, where)
     drafts = setup.shape.num_drafted > 0
@@ -182,13 +181,13 @@ def _limits(batch: int) -> Limits:
 
 
 def num_bytes(tree: Any) -> int:
-    """Bytes that a device holds of all arrays of a tree, abstract or not."""
+    """Bytes per device of all arrays of a tree, abstract or concrete."""
     leaves = jax.tree.leaves(local(tree))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def local(tree: Any) -> Any:
-    """The shapes of the parts of all arrays that one device holds."""
+    """The per-device shapes of all arrays of a tree."""
 
     def part(leaf: Any) -> jax.ShapeDtypeStruct:
         cut = getattr(leaf, "sharding", None)

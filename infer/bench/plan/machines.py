@@ -1,4 +1,4 @@
-"""Accelerators by name, and how to compile for slices and boxes of them that are not attached.
+"""Accelerators by name, and compile targets for slices and hosts that are not attached.
 
     v5e:4x4  v5p:2x2x4  v6e:8x8     TPU slices, by libtpu
     h200:8                          one host of GPUs, by jax's CUDA plugin; h200:16 is two hosts
@@ -22,48 +22,48 @@ from moa_jax.training.metrics import peak_flops
 
 GIB = 1024**3
 GPUS_PER_HOST = 8
-PLANE, CUBE = 16, 4  # sides of the pod of v5e and v6e, and of the block that v5p is built of
+PLANE, CUBE = 16, 4  # sides of a v5e or v6e pod, and of v5p's building block
 
-# For a process that compiles ahead of time: no plugin looks for its chip, libtpu neither queries
-# the cloud for its topology nor locks out a second compiler, and optimisation is on even in tests.
-# The compilation cache is off, because its entries could not be read back.
+# For a process that compiles ahead of time: plugins do not look for their chips, libtpu neither
+# queries the cloud for its topology nor locks out a second compiler, and optimisation is on even in
+# tests. The compilation cache is off, because its entries could not be read back.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
     "JAX_ENABLE_COMPILATION_CACHE": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # any will do: the topology is named when compiling
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # any value works: compilation names the topology
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
 }
 
 
 class Chip(NamedTuple):
-    """One accelerator; rates are peaks of data sheets, so times made of them are bounds."""
+    """One accelerator; rates are data-sheet peaks, so derived times are lower bounds."""
 
     kind: str  # jax's `device_kind`
     compiler: Literal["tpu", "cuda"]
     memory: int  # bytes that a program may use
     bandwidth: float  # bytes/s between the chip and its memory
     link: float  # bytes/s that a chip receives over one link, a GPU over all of its NVLinks
-    float32: float  # FLOP/s at jax's highest precision, as a share of those in bfloat16
+    float32: float  # FLOP/s at jax's highest precision / FLOP/s in bfloat16
     launch: float  # seconds between one kernel and the next
-    latency: float  # seconds of a collective however few bytes it has
+    latency: float  # least seconds of a collective
 
     def flops(self, dtype: str) -> float:
-        """FLOP/s in bfloat16 or float32."""
+        """Peak FLOP/s in bfloat16 or float32."""
         return peak_flops(self.kind) * (self.float32 if dtype == "float32" else 1)
 
 
-# A TPU's memory is libtpu's limit. Its float32 takes six passes in bfloat16. Its data sheet has the
-# rate of all links together: four in the plane of v5e and v6e, six in the cube of v5p.
-# A program may use 92 % of an H200's 141 GB, the share that configs/slurm_gpu.sbatch gives jax:
-# CUDA's context, cuBLAS's workspaces, NCCL's buffers and compiled code live in the rest. The
-# network between hosts is slower than NVLink, so bounds for several hosts are looser.
+# A TPU's memory is libtpu's limit. A TPU's float32 takes six passes in bfloat16. The data sheets
+# state the rate of all links together: four in the plane of v5e and v6e, six in the cube of v5p.
+# A program may use 92 % of an H200's 141 GB, the share that configs/slurm_gpu.sbatch gives jax; the
+# rest is for CUDA's context, cuBLAS's workspaces, NCCL's buffers and compiled code. The network
+# between hosts is slower than NVLink, so bounds for several hosts are looser.
 # A TPU runs its program without launches, and libtpu marks arrays that stay on the chip. A GPU
-# takes some microseconds from one kernel to the next, also within a CUDA graph; 2.5 is a guess,
-# not a measurement. So is the time of a collective of few bytes.
+# takes a few microseconds from one kernel to the next, even within a CUDA graph. The launch time of
+# 2.5 us and the latencies of collectives are guesses, not measurements.
 CHIPS = {
     "v5e": Chip("TPU v5 lite", "tpu", int(15.75 * GIB), 819e9, 200e9 / 4, 1 / 6, 0.0, 4e-6),
     "v5p": Chip("TPU v5", "tpu", int(95.74 * GIB), 2765e9, 600e9 / 6, 1 / 6, 0.0, 4e-6),
@@ -76,7 +76,7 @@ CHIPS = {
 
 
 class Machine(NamedTuple):
-    """Chips in a `shape`: the sides of a TPU slice, or hosts and GPUs per host."""
+    """Several chips; `shape` is the sides of a TPU slice, or (hosts, GPUs per host)."""
 
     name: str
     chip: Chip
@@ -88,13 +88,13 @@ class Machine(NamedTuple):
 
     @property
     def num_links(self) -> int:
-        """Links of a chip that has the fewest; it holds up every collective of all chips.
+        """Fewest links of any chip; the chip with the fewest links limits collectives of all chips.
 
         A TPU chip has two links along a side that wraps around. Along any other side a chip at
-        the end has one, so the corners have the fewest. Sides of v5e and v6e wrap where they are
-        as long as the pod, all sides of v5p where the slice is made of whole cubes. GPUs of one
-        host meet in a switch. Sources: Google's pages on v5p; Austin et al., How to Scale Your
-        Model, chapter 2.
+        the end has one link, so corner chips have the fewest. Sides of v5e and v6e wrap if they
+        are as long as the pod; all sides of v5p wrap if the slice consists of complete cubes. GPUs
+        of one host are connected by a switch. Sources: Google's pages on v5p; Austin et al., How
+        to Scale Your Model, chapter 2.
         """
         if self.chip.compiler == "cuda":
             return min(self.num_chips - 1, 1)
@@ -105,12 +105,12 @@ class Machine(NamedTuple):
         return sum(2 if wrap else min(side - 1, 1) for side, wrap in sides)
 
     def received_s(self, size: int) -> float:
-        """Seconds in which such a chip receives `size` bytes."""
+        """Seconds in which a chip with `num_links` links receives `size` bytes."""
         return size and size / (self.num_links * self.chip.link)
 
 
 def machine(topology: str) -> Machine:
-    """The machine of a name such as `v5e:4x4`; InputError for any other name."""
+    """The machine of a name such as `v5e:4x4`; raises InputError for an unknown name."""
     found = re.fullmatch(r"(v5e|v5p|v6e):([1-9]\d*(?:x[1-9]\d*){1,2})|(h200):([1-9]\d*)", topology)
     if not found:
         raise InputError(
@@ -130,7 +130,7 @@ def machine(topology: str) -> Machine:
 
 
 def has_compiler(compiler: Literal["tpu", "cuda"]) -> bool:
-    """Whether libtpu, or jax's CUDA plugin, is installed."""
+    """Whether a compiler is installed: libtpu, or jax's CUDA plugin."""
     if compiler == "tpu":
         return importlib.util.find_spec("libtpu") is not None
     if importlib.util.find_spec("jax_plugins") is None:
@@ -139,16 +139,16 @@ def has_compiler(compiler: Literal["tpu", "cuda"]) -> bool:
 
 
 def check_compiler(wanted: Machine) -> None:
-    """Raises InputError where the machine's compiler is not installed."""
+    """Raises InputError if the machine's compiler is not installed."""
     if not has_compiler(wanted.chip.compiler):
         name = {"tpu": "libtpu", "cuda": "jax's CUDA plugin"}[wanted.chip.compiler]
         raise InputError(f"{wanted.name}: {name} is not installed: run make env PLAN=1")
 
 
 def devices(wanted: Machine) -> list[Any]:
-    """The machine's devices, to compile for; under ENVIRONMENT only.
+    """The machine's devices as compile targets; requires a process with ENVIRONMENT.
 
-    Raises InputError without the compiler, and for a shape that libtpu does not know.
+    Raises InputError without the compiler, and for a shape that libtpu does not support.
     """
     check_compiler(wanted)
     if wanted.chip.compiler == "cuda":

@@ -1,16 +1,17 @@
-"""The training step compiled for machines that are not attached: whether it fits, and its cost.
+"""Memory fit and cost of the training step, compiled for machines that are not attached.
 
     config, topology --> child process: shapes, shardings, XLA --> plan, or a refusal
 
-Nothing is measured. Memory and collectives are those of the compiled program. Its time is modelled:
-a kernel takes as long as its FLOPs at ATTAINED of the chip's peak, or as its bytes at the memory's
-full rate. A collective that starts ahead of its end is taken to be hidden by kernels, any other
-stops the chip, and the network binds where it takes longer than all kernels. No step can be faster
-than the bounds, which do not depend on a program. The evaluation between steps is compiled too: it
-takes the whole batch at once, even where the step takes it in parts.
+Times are modelled, not measured. Memory and collectives are those of the compiled program. A kernel
+takes the longer of two times: its FLOPs at ATTAINED of the chip's peak, and its bytes at the
+memory's full rate. Kernels are assumed to hide asynchronous collectives; any other collective
+stalls the chip. The network is the bottleneck if it takes longer than all kernels. The bounds do
+not depend on a program, and no step can be faster. The evaluation between steps is compiled too:
+the evaluation processes the batch at once, even if the step accumulates over parts.
 
-Full optimisation for a TPU takes minutes. With little, libtpu is six times as fast and its figure
-of memory is right within some percent. That is enough for a verdict that is not close.
+Full optimisation for a TPU takes minutes. With low effort, libtpu is six times as fast and its
+memory figure is right within a few percent, which is enough unless the result is close to the
+limit.
 """
 
 from __future__ import annotations
@@ -36,38 +37,38 @@ from moa_jax.training.update import abstract
 
 Plan = dict[str, Any]
 HURRY = {"tpu": {"exec_time_optimization_effort": -1.0}, "cuda": {}}
-CLOSE = 0.1  # to the limit, as a share of the limit
-# Tokens of a row that are not padding, packed or not, and the source of the figure.
+CLOSE = 0.1  # distance from the limit, as a share of the limit
+# packed -> (share of tokens in a row that are not padding, source of the figure)
 FILL = {
     True: (0.97, "packed: the least that tests/data/test_batches.py finds for such lengths"),
     False: (0.58, "one conversation a row: an estimate for UltraChat in rows of 2,048"),
 }
-ATTAINED = 0.7  # of a chip's peak, by large matrix products
+ATTAINED = 0.7  # share of a chip's peak that large matrix products reach
 UNKNOWN: Plan = dict.fromkeys(("flops", "bytes", "step_s", "parts_s", "kernels"))
 
 
 def plan(
     config: DistillConfig, target_cfg: TargetConfig, machine: Machine, hurry: bool = False
 ) -> Plan:
-    """The cost of the training step of `config` on `machine`, as a dictionary fit for JSON.
+    """The cost of the training step of `config` on `machine`, as a JSON-compatible dictionary.
 
     Raises InputError without the machine's compiler and for a mesh that does not divide the
-    machine, the models or the batch; CompilerCrash where the compiler dies.
+    machine, the models or the batch. Raises CompilerCrash if the compiler crashes.
     """
     request = (config, target_cfg, machine, hurry)
     return child.run(__name__, request, machine, "try other data.rows_per_batch or another mesh")
 
 
 def is_close(found: Plan) -> bool:
-    """Whether another kind of optimisation might change the verdict."""
+    """Whether the peak is so close to the limit that full optimisation may change the verdict."""
     peak, limit = found["memory"]["peak"], found["memory"]["limit"]
     return peak is not None and abs(peak - limit) <= CLOSE * limit
 
 
 def filled(found: Plan, config: DistillConfig, share: float | None = None) -> Plan:
-    """A plan with the share of tokens that are not padding, and the speed that this leaves.
+    """Adds the share of tokens that are not padding, and the resulting speed, to a plan.
 
-    Without a `share` of its own it is that of FILL.
+    `share` defaults to the value in FILL.
     """
     fill, source = FILL[config.data.pack] if share is None else (share, "--fill")
     speed = mfu = None
@@ -78,12 +79,12 @@ def filled(found: Plan, config: DistillConfig, share: float | None = None) -> Pl
 
 
 def with_rows(config: DistillConfig, rows: int) -> DistillConfig:
-    """The same step for batches of `rows` rows."""
+    """The config with batches of `rows` rows."""
     return dataclasses.replace(config, data=dataclasses.replace(config.data, rows_per_batch=rows))
 
 
 def largest(fits: Callable[[int], bool], guess: int) -> int:
-    """The largest number that fits, 0 if 1 does not; a good `guess` saves calls."""
+    """The largest number that fits, or 0 if 1 does not fit; a good `guess` saves calls."""
     low, high, stride = 0, None, 1
     while high is None or high - low > 1:
         if fits(guess):
@@ -99,7 +100,7 @@ def largest(fits: Callable[[int], bool], guess: int) -> int:
 
 
 def expected_rows(found: Plan) -> int:
-    """The largest batch that should fit if temporary memory grows in proportion to its rows."""
+    """The largest batch that fits if temporary memory is proportional to the number of rows."""
     memory, unit = found["memory"], found["rows_unit"]
     if memory["peak"] is None:
         return unit
@@ -114,7 +115,7 @@ def expected_rows(found: Plan) -> int:
 def compile_plan(
     config: DistillConfig, target_cfg: TargetConfig, machine: Machine, hurry: bool
 ) -> Plan:
-    """`plan`, in this process."""
+    """Computes `plan` in this process."""
     mesh = make_mesh(config.mesh, machines.devices(machine))
     program = make_train_step(config, target_cfg, mesh, machine.chip.memory)
     state = program.abstract_state()
@@ -158,8 +159,8 @@ def compile_plan(
 def _memory(
     held: dict[str, int], step: HloModule, evaluation: HloModule, limit: int
 ) -> dict[str, int | None]:
-    """Bytes on one chip by part; `temporary` is the part of the peak beside the arguments."""
-    fixed, waiting = sum(held.values()), held["optimizer"]  # not an argument of evaluations
+    """Bytes per chip by part; `temporary` is the step's peak minus the arguments."""
+    fixed, waiting = sum(held.values()), held["optimizer"]  # not an argument of evaluation
     temporary = None if step.peak_bytes is None else step.peak_bytes - fixed
     evaluated = None if evaluation.peak_bytes is None else evaluation.peak_bytes + waiting - fixed
     known = [needs for needs in (temporary, evaluated) if needs is not None]
@@ -175,11 +176,11 @@ def _cost(
     step_flops: float,
     step: HloModule,
 ) -> Plan:
-    """FLOPs, bytes, collectives, the modelled time of a step, and bounds that none can beat."""
+    """FLOPs, bytes, collectives, the modelled time of a step, and lower bounds of its time."""
     tokens = config.data.rows_per_batch * config.data.row_length
     per_token = flops.model_flops_per_token(config, target_cfg)
     rate = machine.num_chips * machine.chip.flops(config.run.dtype)
-    # Every weight is read once in each part of a batch, and the optimiser updates its state.
+    # Every part of a batch reads every weight once, and the optimizer updates its state.
     weights = config.optim.accumulate * (held["target"] + held["drafter"])
     moved = weights + held["drafter"] + 2 * held["optimizer"]
     sent = hlo.collectives(step.hlo) if step.hlo else []
@@ -205,7 +206,7 @@ def _cost(
 
 
 def modelled(machine: Machine, peak: float, step: HloModule, sent: list[hlo.Collective]) -> Plan:
-    """FLOPs and bytes of a step on one chip, and its time by the part that binds."""
+    """FLOPs and bytes of a step per chip, and its time by bottleneck."""
     chip = machine.chip
     kernels = [priced(kernel, step.costs) for kernel in hlo.kernels(step.hlo)]
     parts, pallas = {"products": 0.0, "memory": 0.0, "network": 0.0}, Counter[str]()
@@ -216,7 +217,7 @@ def modelled(machine: Machine, peak: float, step: HloModule, sent: list[hlo.Coll
         pallas[kernel.pallas] += kernel.times
     seconds = [each.times * (chip.latency + machine.received_s(each.received)) for each in sent]
     alone = (took for took, each in zip(seconds, sent, strict=True) if not each.is_async)
-    # Kernels hide the rest of the network's time, as far as they take as long.
+    # Kernels hide the rest of the network's time, up to their own time.
     parts["network"] = max(sum(alone), sum(seconds) - sum(parts.values()))
     return {
         "flops": sum(kernel.times * kernel.flops for kernel in kernels),

@@ -1,4 +1,4 @@
-"""Requests from question sets, and the two loads: open loops and closed loops."""
+"""Requests from question sets, and two kinds of load: open loop and closed loop."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from moa_jax.data.corpora import locate
 from moa_jax.errors import InputError
 from moa_jax.files.folders import find_folder
 
-TIMEOUTS = httpx.Timeout(30.0, read=600.0, pool=None)  # seconds; a request may wait for a slot
+TIMEOUTS = httpx.Timeout(30.0, read=600.0, pool=None)  # seconds; requests may wait for a slot
 NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
 class SampleRequest(NamedTuple):
-    """One request, the same for every server."""
+    """One request, identical for every server."""
 
-    index: int  # of all requests; the seed follows from the index
+    index: int  # over all requests; determines the seed
     set: str
     body: dict[str, Any]
 
@@ -36,7 +36,7 @@ class RequestOutcome(NamedTuple):
     """The result of one request; times are seconds of `time.perf_counter`."""
 
     request: SampleRequest
-    due: float  # scheduled arrival; latency counts from here, so a late client hides no wait
+    due: float  # scheduled arrival; latency starts here, so a late client hides no delay
     sent: float
     first: float | None  # arrival of the first token
     end: float
@@ -46,12 +46,12 @@ class RequestOutcome(NamedTuple):
 
 
 class Requests:
-    """An endless sequence of requests; the order of the questions follows from --seed."""
+    """An endless stream of requests; --seed determines the order of the questions."""
 
     def __init__(self, args: argparse.Namespace, max_tokens: int) -> None:
-        """Leaves out questions whose prompt and longest answer exceed `max_tokens`.
+        """Skips questions whose prompt and longest answer exceed `max_tokens` together.
 
-        Raises InputError for a suite that cannot be read, or in which no question fits.
+        Raises InputError for a suite that cannot be read or that has no fitting question.
         """
         self._args, self.suite = args, args.suite or default_suite()
         tokenizer = tokenizer_of(find_folder(args.target or DEMO / "target", weights=False))
@@ -68,7 +68,7 @@ class Requests:
         random.Random(args.seed).shuffle(self._questions)
 
     def from_(self, begin: int) -> Iterator[SampleRequest]:
-        """All requests from index `begin` on."""
+        """Yields all requests from index `begin` on."""
         return map(self._request, itertools.count(begin))
 
     def _request(self, index: int) -> SampleRequest:
@@ -86,7 +86,7 @@ class Requests:
 
 
 def default_suite() -> str:
-    """The paper's six sets if the data folder has them, else the bundled questions."""
+    """The paper's six sets if the data folder has all six, else the bundled questions."""
     try:
         found = all((locate("data:") / "specbench" / name / FILE).exists() for name in PAPER)
     except InputError:
@@ -95,14 +95,14 @@ def default_suite() -> str:
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    """A client without a limit of connections, which ignores proxies of the environment."""
+    """A client without a connection limit; ignores proxy settings of the environment."""
     return httpx.AsyncClient(base_url=url, timeout=TIMEOUTS, limits=NO_LIMITS, trust_env=False)
 
 
 async def open_loop(
     client: httpx.AsyncClient, requests: Sequence[SampleRequest], times: Sequence[float]
 ) -> list[RequestOutcome]:
-    """Sends each request at its time, in seconds from now, whatever the server does."""
+    """Sends every request at its time (seconds from now), independent of the server."""
     began = time.perf_counter()
 
     async def one(request: SampleRequest, after: float) -> RequestOutcome:
@@ -115,7 +115,7 @@ async def open_loop(
 async def closed_loop(
     client: httpx.AsyncClient, requests: Iterable[SampleRequest], num_clients: int
 ) -> list[RequestOutcome]:
-    """Keeps `num_clients` requests running: each client sends its next one after its answer."""
+    """Keeps `num_clients` requests running: a client sends its next request after an answer."""
     shared, found = iter(requests), []
 
     async def one() -> None:
@@ -127,7 +127,7 @@ async def closed_loop(
 
 
 async def send(client: httpx.AsyncClient, request: SampleRequest, due: float) -> RequestOutcome:
-    """Sends one request and reads its stream; a server's fault becomes `error`."""
+    """Sends one request and reads its stream; failures are recorded in `error`."""
     sent, first, tokens, texts, error, finish = time.perf_counter(), None, 0, [], "", None
     try:
         async for event in _events(client, request.body):
@@ -148,7 +148,7 @@ async def send(client: httpx.AsyncClient, request: SampleRequest, due: float) ->
 
 
 async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """Events of a stream; raises InputError with the server's message for an error."""
+    """Yields the events of a stream; raises InputError with the server's error message."""
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             text = (await response.aread()).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Flags of `infer.bench --serve`, and the variants of decoding that they describe."""
+"""Flags of `infer.bench --serve`, and the decoding variants that they select."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from moa_jax.files.folders import public_name
 
 MODES = (*EXPLICIT, AUTO)
 RATES = "0.1x,0.3x,0.5x,0.75x,1x,1.25x,1.5x"
-REQUESTS_PER_CLIENT = 12  # of a closed loop, per repeat
+REQUESTS_PER_CLIENT = 12  # per repeat of a closed loop
 
 
 class Variant(NamedTuple):
-    """A mode with a drafter; each variant has servers of its own."""
+    """A mode with a drafter; every variant has its own servers."""
 
     label: str
     mode: str
     draft: str | None
-    flags: tuple[str, ...]  # of infer.serve
+    flags: tuple[str, ...]  # for infer.serve
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """Grouped flags with their defaults."""
+    """The parser of `infer.bench --serve`, with grouped flags."""
     parser = Parser("infer.bench --serve", description)
     add_mesh_flag(add_model_flags(parser, several=True))
     add = parser.add_argument_group("servers").add_argument
@@ -64,7 +64,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises InputError for impossible values and combinations, before any server starts."""
+    """Raises InputError for invalid values and combinations, before any server starts."""
     if not args.modes or set(args.modes) - set(MODES):
         raise InputError(f"--modes {','.join(args.modes)}: choose from {', '.join(MODES)}")
     if args.draft and set(args.modes) == {PLAIN}:
@@ -83,7 +83,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def variants_of(args: argparse.Namespace) -> list[Variant]:
-    """Plain decoding once, and each other mode with each drafter.
+    """Plain decoding once, and every other mode with every drafter.
 
     Raises InputError for a --draft that cannot be read.
     """
@@ -107,13 +107,13 @@ def variants_of(args: argparse.Namespace) -> list[Variant]:
 
 
 def _as_flags(values: dict[str, object]) -> tuple[str, ...]:
-    """Values by the names of flags as a command line, without those that are None."""
+    """Converts values keyed by flag name to a command line; skips None."""
     pairs = [(f"--{name.replace('_', '-')}", str(v)) for name, v in values.items() if v is not None]
     return tuple(word for pair in pairs for word in pair)
 
 
 def _rates(text: str) -> list[str]:
-    """Type of --rates: numbers, shares such as 0.5x, numbers of clients such as 2c."""
+    """Type of --rates: requests/s, shares such as 0.5x, numbers of clients such as 2c."""
     found = names(text)
     for each in found:
         try:

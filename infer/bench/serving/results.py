@@ -1,8 +1,8 @@
-"""Rows of results, their comparison with plain decoding, tables and the figure.
+"""Rows of results, their comparison with plain decoding, tables and the plot.
 
 latency       from the scheduled arrival to the end of the answer
 first token   from the scheduled arrival to the first token
-a token       from the first token to the end, over the tokens after the first
+a token       from the first token to the end, divided by the tokens after the first
 tokens/s      tokens of complete answers, from the first arrival to the last end
 speedup       median over requests of plain decoding's latency / latency
 in flight     mean of running and waiting requests: sum of latencies / time (Little's law)
@@ -27,9 +27,10 @@ Row = Mapping[str, Any]
 
 
 def capacity_of(outcomes: Sequence[RequestOutcome]) -> list[float]:
-    """Requests/s and tokens/s of a closed loop while all its clients have a request running.
+    """Requests/s and tokens/s of a closed loop while all clients have a running request.
 
-    That is until the last request is sent; a later end counts by its share before.
+    The period ends when the last request is sent; requests that end later count by their share of
+    time in the period.
     """
     begin, end = (pick(each.sent for each in outcomes) for pick in (min, max))
     shares = [(min(each.end, end) - each.sent) / (each.end - each.sent) for each in outcomes]
@@ -60,7 +61,7 @@ def summarise(runs: Runs) -> dict[str, Any]:
 
 
 def compare(runs: Runs, plain: Runs) -> dict[str, float | None]:
-    """Ratios to plain decoding of the same requests; above 1 is better."""
+    """Ratios to plain decoding on the same requests; above 1 is better."""
     ours, theirs = summarise(runs), summarise(plain)
     over = lambda above, below: above / below if above and below else None
     latencies = [(b.end - b.due) / (a.end - a.due) for a, b in pairs_of(runs, plain)]
@@ -72,20 +73,20 @@ def compare(runs: Runs, plain: Runs) -> dict[str, float | None]:
 
 
 def differences(runs: Runs, others: Runs) -> dict[str, Any]:
-    """The number of pairs of answers, and the requests whose texts differ."""
+    """The number of answer pairs, and the indices of requests with different answers."""
     pairs = pairs_of(runs, others)
     wrong = [a.request.index for a, b in pairs if (a.text, a.tokens) != (b.text, b.tokens)]
     return {"compared": len(pairs), "different": wrong}
 
 
 def pairs_of(runs: Runs, others: Runs) -> list[tuple[RequestOutcome, RequestOutcome]]:
-    """Outcomes of the same requests, if both are complete answers."""
+    """Pairs of outcomes of the same request, if both answers are complete."""
     known = {each.request.index: each for each in itertools.chain(*others) if not each.error}
     whole = (each for each in itertools.chain(*runs) if not each.error)
     return [(each, known[each.request.index]) for each in whole if each.request.index in known]
 
 
-# ---- tables and figure --------------------------------------------------------------------
+# ---- tables and plot ----------------------------------------------------------------------
 
 
 def _both(key: str) -> Callable[[Row], str]:
@@ -98,7 +99,7 @@ def _same(row: Row) -> str:
 
 
 def _shares(row: Row) -> str:
-    """`chain 3 80 %, plain 20 %`: rounds by shape, the most frequent first."""
+    """Shares of rounds by shape, most frequent first: `chain 3 80 %, plain 20 %`."""
     found = sorted(row["shares"].items(), key=lambda item: -item[1])
     return ", ".join(f"{shape} {percent(share)}" for shape, share in found) or "-"
 
@@ -127,7 +128,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def render(document: Row) -> str:
-    """All tables in Markdown, with the settings."""
+    """All tables and the settings in Markdown."""
     settings, machine = document["settings"], document["machine"]
     cells = lambda row, columns: {title: show(row) for title, show in columns.items()}
     rows = [
@@ -152,7 +153,7 @@ def render(document: Row) -> str:
 
 
 def name_of_rate(load: Row) -> str:
-    """`2 clients`, or `1.5 (0.5x)` requests per second."""
+    """The name of a load: `2 clients`, or `1.5 (0.5x)` in requests per second."""
     if load["clients"]:
         return f"{load['clients']} client" + "s" * (load["clients"] > 1)
     share = load["of_capacity"]
@@ -160,7 +161,7 @@ def name_of_rate(load: Row) -> str:
 
 
 def plot(document: Row, path: Path) -> None:
-    """Writes the paper's figure 4: latency, throughput and speedup against requests/s."""
+    """Plots latency, throughput and speedup over requests/s, as in the paper's figure 4."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4), layout="constrained")

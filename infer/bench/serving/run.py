@@ -4,10 +4,11 @@
     python -m infer.bench --serve --rates 1c,0.5,1,2 --modes plain,auto --json
     python -m infer.bench --serve --target DIR --draft moa=A --draft eagle=B --plot serve.png
 
-Every mode with a drafter has a server process of its own, on the same pair and the same machine.
+Every mode with a drafter runs in its own server process, on the same pair and the same machine.
 All servers receive the same requests, by Poisson arrivals (--rates 2, or 0.5x for a share of plain
-decoding's capacity) or from a closed loop of clients (2c). One server is loaded at a time; servers
-take turns per rate and repeat. The exit code is 1 if texts of the same request differ in float32.
+decoding's capacity) or from a closed loop of clients (2c). Only one server is under load at a time;
+servers rotate per rate and repeat. The exit code is 1 if answers to the same request differ in
+float32.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
 from moa_jax.measure.turns import rotated
 
-WARMING = 1_000_000  # index of the first request that is not measured
-LEAST_WARMING, MOST_WARMINGS, QUIET_WARMINGS = 8, 24, 2  # requests; passes; without a compile
+WARMING = 1_000_000  # index of the first warm-up request
+LEAST_WARMING, MOST_WARMINGS, QUIET_WARMINGS = 8, 24, 2  # requests, passes, passes without compiles
 
 
 class LoadPoint(NamedTuple):
-    """Requests per second, or clients in a closed loop."""
+    """A load: requests per second, or the number of clients in a closed loop."""
 
     rate: float | None
     of_capacity: float | None
@@ -51,7 +52,7 @@ class LoadPoint(NamedTuple):
 
 
 class Played(NamedTuple):
-    """Outcomes of requests to one server, and the growth of the server's counters."""
+    """Outcomes of requests to one server, and the increase of the server's counters."""
 
     outcomes: list[RequestOutcome]
     grown: Counter[str]
@@ -81,7 +82,7 @@ async def measure(
     teams: Sequence[Sequence[Server]],
     document: dict[str, Any],
 ) -> None:
-    """Fills the document; if cancelled, with the rates that were played."""
+    """Fills `document`; if cancelled, with the completed rates."""
     async with clients.client_of(teams[0][0].url) as client:
         (card,) = (await client.get("/v1/models")).json()["data"]
     requests = Requests(args, card["max_model_len"])
@@ -103,9 +104,9 @@ async def measure(
 
 
 async def _warm_up(server: Server, requests: Requests, slots: int) -> list[float]:
-    """Loads a server from 1, 2, 4 .. clients, each until two passes compile nothing.
+    """Runs passes with 1, 2, 4 ... clients, each until QUIET_WARMINGS passes compile nothing.
 
-    Returns requests/s and tokens/s of the last pass, while all slots are full.
+    Returns requests/s and tokens/s of the last pass, in which all slots are full.
     """
     print(f"{server.variant.label}: warming up", file=sys.stderr)
     begin = WARMING
@@ -123,7 +124,7 @@ async def _warm_up(server: Server, requests: Requests, slots: int) -> list[float
 
 
 def load_of(text: str, capacity: float) -> LoadPoint:
-    """A text of --rates; `capacity` is plain decoding's in requests/s, 0 if it is not measured."""
+    """Parses one of --rates; `capacity` is plain decoding's in requests/s, 0 if not measured."""
     if text.endswith("c"):
         return LoadPoint(None, None, int(text[:-1]))
     rate = float(text.removesuffix("x")) * (capacity if text.endswith("x") else 1)
@@ -131,7 +132,7 @@ def load_of(text: str, capacity: float) -> LoadPoint:
 
 
 def times_of(args: argparse.Namespace, load: LoadPoint, begin: int) -> list[float]:
-    """Arrival times in seconds, which depend on the index of the first request; zeros in a loop."""
+    """Arrival times (s), seeded by the index of the first request; zeros for a closed loop."""
     if load.clients:
         return [0.0] * (args.requests or REQUESTS_PER_CLIENT * load.clients)
     if args.requests:
@@ -146,7 +147,7 @@ async def _play_all(
     loads: Sequence[LoadPoint],
     cells: Sequence[list[list[Played]]],
 ) -> None:
-    """Plays all loads with one team, the lightest first, then with the next, --repeats times."""
+    """Runs all loads, lightest first, --repeats times; teams alternate by repeat."""
     begin = 0
     with progress(args.repeats * len(loads) * len(teams[0]), "cells") as bar:
         for repeat, (index, load) in itertools.product(range(args.repeats), enumerate(loads)):
@@ -163,7 +164,7 @@ async def _play_all(
 async def _play(
     server: Server, batch: Sequence[SampleRequest], times: Sequence[float], num_clients: int | None
 ) -> Played:
-    """Sends requests from a closed loop of clients, else at their times."""
+    """Sends requests from `num_clients` clients in a closed loop, or at `times`."""
     try:
         async with clients.client_of(server.url) as client:
             before = await counters_of(client)
@@ -198,7 +199,7 @@ def _server_row(server: Server, capacities: Sequence[list[float]]) -> dict[str, 
 def _row(
     load: LoadPoint, cells: list[list[Played]], servers: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """All variants at one rate; texts are compared with plain decoding's, else the first's."""
+    """All variants at one rate; compares answers with plain decoding's or the first variant's."""
     modes = [server["mode"] for server in servers]
     first = [cell[modes.index(PLAIN) if PLAIN in modes else 0].outcomes for cell in cells]
     rows = []
@@ -214,7 +215,7 @@ def _row(
 
 
 def _machine() -> dict[str, Any]:
-    """The device, as another process sees it: this process must not take a GPU."""
+    """The device as reported by a subprocess, because this process must not occupy a GPU."""
     command = [sys.executable, "-m", "infer.info", "--json"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
     report = json.loads(done.stdout)

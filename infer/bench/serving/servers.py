@@ -1,4 +1,4 @@
-"""Servers of each variant on one pair, and what their metrics count."""
+"""Server processes per variant on one pair, and their metrics."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from infer.bench.serving.flags import Variant
 from infer.server_process import Child
 
-MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU, which all servers share
-IDLE_CPU, SAMPLE_SECONDS = 0.05, 0.5  # share of one core, over this long
+MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # share of a GPU, which all servers use
+IDLE_CPU, SAMPLE_SECONDS = 0.05, 0.5  # share of one core, averaging time
 SETTLE_SECONDS = 180.0  # for background compiles
 PROGRAMS, ROUNDS = "moa:programs_total", "moa:rounds_total"
 
 
 class Server(NamedTuple):
-    """A server process that takes requests."""
+    """A running server process."""
 
     variant: Variant
     url: str  # scheme, host and port
@@ -38,20 +38,20 @@ class Server(NamedTuple):
             time.sleep(SAMPLE_SECONDS)
             after = self.child.cpu_seconds()
             self.child.check()
-            if before is None or after is None:  # the system does not count it
+            if before is None or after is None:  # the system does not report CPU time
                 return
             share = (after - before) / (time.monotonic() - began)
 
 
 @contextlib.contextmanager
 def serving(variants: Sequence[Variant], count: int = 1) -> Iterator[list[list[Server]]]:
-    """Starts all servers at once, `count` per variant; yields teams with one per variant.
+    """Starts all servers at once, `count` per variant; yields teams of one server per variant.
 
-    Raises InputError with the last line of a server that cannot start.
+    Raises InputError with the last output line of a server that cannot start.
     """
     env = {MEMORY_FRACTION: f"{0.9 / (count * len(variants)):.3f}"}
     env = {} if MEMORY_FRACTION in os.environ else env
-    # No request is refused, and no prompt is reused: questions repeat, but not alike per server.
+    # Servers refuse no request and reuse no prompt: questions repeat, differently per server.
     more = ["--max-queue", str(1 << 20), "--drain-seconds", "1", "--prefix-bytes", "0"]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moa-serving-")))
@@ -75,7 +75,7 @@ async def counters_of(client: httpx.AsyncClient) -> Counter[str]:
 
 
 def parse(text: str) -> Counter[str]:
-    """Values in Prometheus' text format by name; rounds by name and shape."""
+    """Parses Prometheus text format to values by name; rounds by name and shape."""
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -84,10 +84,10 @@ def parse(text: str) -> Counter[str]:
 
 
 def summarise_counters(grown: Mapping[str, float]) -> dict[str, Any]:
-    """tau, acceptance rate and shares of shapes, from the growth of a server's counters.
+    """tau, acceptance rate and shares of shapes, from the increase of a server's counters.
 
-    Every round of a row commits its accepted drafts and one token more; the first token of an
-    answer comes from prefill. `shares` counts rounds of whole batches.
+    A round commits the accepted draft tokens and one more token per row; the first token of an
+    answer comes from prefill. `shares` counts rounds per batch, not per row.
     """
     first = grown.get("vllm:time_to_first_token_seconds_count", 0)
     committed = grown.get("moa:decoded_tokens_total", 0) - first

@@ -1,6 +1,6 @@
-"""`infer.bench --split`: client and server over emulated networks, beside a streaming API.
+"""`infer.bench --split`: client and server over emulated networks, compared with a streaming API.
 
-flags.py    the flags                       pairs.py    target, drafters, prompts, ways of answering
-run.py      one answer after the other      alone.py    text that a drafter writes without a link
+flags.py    the flags                    pairs.py    target, drafters, prompts, answering modes
+run.py      one answer at a time         alone.py    quality of tokens drafted without a link
 table.py    the results in Markdown
 """

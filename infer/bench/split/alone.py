@@ -1,11 +1,10 @@
-"""Text that a drafter writes without a link, beside the target's own text.
+"""Compares tokens that a drafter generates without a link with the target's own answer.
 
     prompt | the target's answer, `after` tokens | link cut | the drafter alone (policy keep)
 
-The part that the drafter wrote is measured in two ways. Agreement is the share of its tokens that
-stand at the same place in the target's own answer. Quality is the target's mean log-likelihood of
-its tokens, beside that of the target's own continuation; quality forgives a text that says the
-same in other words.
+Two measures of the drafter's part: agreement is the share of its tokens that equal the token at the
+same position of the target's own answer. Quality is the target's mean log-likelihood of its tokens,
+compared with that of the target's own continuation; quality does not penalise a paraphrase.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ KEYS += ("own_log_likelihood",)
 
 
 class Judgement(NamedTuple):
-    """The target's view of tokens that follow a text."""
+    """The target's evaluation of tokens that follow a sequence."""
 
-    log_likelihood: float  # a token's, on average
-    chosen: float  # share of them that the target would have chosen itself, given those before
+    log_likelihood: float  # mean per token, in nats
+    chosen: float  # share of tokens that are the target's argmax, given the tokens before
 
 
 def judge(loaded: Target, text: Sequence[int], tokens: Sequence[int]) -> Judgement:
-    """The target's judgement of `tokens` after `text`; neither may be empty."""
+    """Evaluates `tokens` after the sequence `text` with the target; neither may be empty."""
     logits_TV = logits_of(loaded, [*text, *tokens])[len(text) - 1 :][: len(tokens)]
     log_p_T = np.asarray(jax.nn.log_softmax(logits_TV))[np.arange(len(tokens)), tokens]
     chosen_T = np.asarray(logits_TV.argmax(axis=1)) == np.array(tokens)
@@ -41,7 +40,7 @@ def judge(loaded: Target, text: Sequence[int], tokens: Sequence[int]) -> Judgeme
 def compare(
     loaded: Target, prompt: Sequence[int], own: Sequence[int], found: Sequence[int], after: int
 ) -> dict[str, Any]:
-    """One answer beside the target's own; its first `after` tokens came before the cut."""
+    """Compares one answer with the target's own; its first `after` tokens precede the cut."""
     ours, theirs = found[after:], own[after : len(found)]
     same = [a == b for a, b in zip(ours, theirs, strict=True)]
     if not same:
@@ -61,7 +60,7 @@ def compare_all(
     found: Sequence[list[int]],
     after: int,
 ) -> dict[str, Any]:
-    """Means over the answers to `prompts` that hold text written alone."""
+    """Means over the answers that have tokens generated without a link."""
     triples = zip(prompts, own, found, strict=True)
     each = [compare(loaded, prompt, theirs, ours, after) for prompt, theirs, ours in triples]
     written = [one for one in each if one["tokens"]]

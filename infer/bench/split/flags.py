@@ -1,4 +1,4 @@
-"""The flags of `infer.bench --split`, and which of them contradict each other."""
+"""The flags of `infer.bench --split`, and checks of their combinations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DRAFTING = ("chain", "tree", "offline")
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """Grouped flags with their defaults."""
+    """The parser of `infer.bench --split`, with grouped flags."""
     parser = Parser("infer.bench --split", description)
     group = parser.add_argument_group("models")
     add = group.add_argument
@@ -50,17 +50,17 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def positives(text: str) -> tuple[int, ...]:
-    """Type of a flag that takes whole numbers of at least 1."""
+    """Flag type: integers >= 1, separated by commas."""
     return tuple(map(positive, names(text)))
 
 
 def wholes(text: str) -> tuple[int, ...]:
-    """Type of a flag that takes whole numbers of at least 0."""
+    """Flag type: integers >= 0, separated by commas."""
     return tuple(map(whole, names(text)))
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises InputError for contradicting values, before anything is loaded."""
+    """Raises InputError for contradicting values, before any model is loaded."""
     for flag, given, known in (("modes", args.modes, MODES), ("profiles", args.profiles, PROFILES)):
         if not given or set(given) - set(known):
             raise InputError(f"--{flag} {','.join(given)}: choose from {', '.join(known)}")
@@ -73,6 +73,6 @@ def check(args: argparse.Namespace) -> None:
 
 
 def named(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """Name and place of each drafter."""
+    """Name and path of every drafter."""
     parts = [text.rpartition("=") for text in args.draft or [f"bundled={DEMO / 'draft'}"]]
     return [(name or Path(path).name, path) for name, _, path in parts]

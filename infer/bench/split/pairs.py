@@ -1,4 +1,4 @@
-"""Target, drafters, prompts and ways of answering that `infer.bench --split` measures."""
+"""Target, drafters, prompts and answering modes of `infer.bench --split`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_STOP: list[int] = []
 
 
 class SplitPair(NamedTuple):
-    """A drafter with the client's half of decoding, and the flags of its server."""
+    """A drafter with its client-side caches, and the flags of its server."""
 
     name: str
     drafter: LoadedDrafter
@@ -34,7 +34,7 @@ class SplitPair(NamedTuple):
 
 
 class Way(NamedTuple):
-    """One way of answering."""
+    """One answering mode with its pair and client options."""
 
     mode: str
     pair: SplitPair
@@ -42,7 +42,7 @@ class Way(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The keys of a row that name the way; stream and plain are the same with any drafter."""
+        """The identifying keys of a row; stream and plain do not depend on the drafter."""
         name, drafter = self.pair.name, self.pair.drafter
         if self.mode in ("stream", "plain"):
             none = dict.fromkeys(("draft", "method", "target_layer_inference"))
@@ -53,23 +53,23 @@ class Way(NamedTuple):
 
 
 class SplitBench(NamedTuple):
-    """All that is measured, and the target's own answers."""
+    """The inputs of the benchmark, and the target's own answers."""
 
     args: argparse.Namespace
     target: Target
     pairs: list[SplitPair]
     ways: list[Way]
     prompts: list[list[int]]
-    own: list[list[int]]  # local plain decoding's, which hold the tokens after an outage, too
+    own: list[list[int]]  # answers of local plain decoding, including the tokens after an outage
     own_tokens_per_s: list[float]
 
 
 def load(args: argparse.Namespace) -> SplitBench:
-    """Loads target, drafters and prompts, and decodes plainly.
+    """Loads target, drafters and prompts, and runs local plain decoding.
 
-    Raises InputError for answers that do not fit, and for modes that a drafter lacks.
+    Raises InputError for answers that do not fit, and for modes that a drafter does not support.
     """
-    for _, path in named(args):  # a wrong path is refused before the target is loaded
+    for _, path in named(args):  # checks paths before the target is loaded
         if not needs_no_files(path):
             find_folder(path)
     target = open_target(args.target, **target_options(args))
@@ -99,7 +99,7 @@ def load(args: argparse.Namespace) -> SplitBench:
 
 
 def _check_can_write(args: argparse.Namespace, name: str, half: DraftHalf) -> None:
-    """Raises InputError for modes in which a drafter of trees alone cannot write."""
+    """Raises InputError if the modes need `go_on` and the drafter has none."""
     alone = [mode for mode in ("chain", "offline") if mode in args.modes]
     alone += ["--outages"] if args.outages else []
     if half.functions.go_on is None and alone:
@@ -110,7 +110,7 @@ def _check_can_write(args: argparse.Namespace, name: str, half: DraftHalf) -> No
 
 
 def options_of(args: argparse.Namespace, mode: str) -> ClientOptions:
-    """The options of a mode's client."""
+    """The client options of a mode."""
     return ClientOptions(
         shape=DraftShape(*args.tree) if mode == "tree" else None,
         lengths=args.lengths if mode in DRAFTING else (),
@@ -121,7 +121,7 @@ def options_of(args: argparse.Namespace, mode: str) -> ClientOptions:
 
 
 def outage_options(args: argparse.Namespace) -> ClientOptions:
-    """The options of a client that asks token by token, and never waits for a lost link."""
+    """Options of a client that requests single tokens and never waits for a lost link."""
     slowdown = args.client_slowdown
     return ClientOptions(lengths=(), policy="keep", reconnect_seconds=0.0, slowdown=slowdown)
 
@@ -129,12 +129,12 @@ def outage_options(args: argparse.Namespace) -> ClientOptions:
 def _server_flags(
     args: argparse.Namespace, target: Target, drafter: LoadedDrafter, most: int
 ) -> list[str]:
-    """The flags of an infer.server for answers of up to `most` tokens with their prompts."""
-    nodes = {1}  # of the drafts that the server verifies
+    """The flags of an infer.server for sessions of up to `most` tokens."""
+    nodes = {1}  # sizes of drafts that the server verifies
     if "chain" in args.modes:
         nodes |= {1 + length for length in args.lengths}
     if "tree" in args.modes:
-        nodes |= {1 + args.tree[2], *range(2, 1 + args.tree[0])}  # and chains drafted ahead
+        nodes |= {1 + args.tree[2], *range(2, 1 + args.tree[0])}  # also chains drafted ahead
     place = drafter.folder.resolve() if drafter.folder.is_dir() else drafter.folder
     flags = ["--target", str(target.folder.resolve()), "--draft", str(place), "--slots", "2"]
     flags += ["--max-tokens", str(most), "--warm", ",".join(map(str, sorted(nodes)))]

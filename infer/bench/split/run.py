@@ -1,16 +1,16 @@
-"""Measures split decoding over several networks, beside a streaming API and a drafter alone.
+"""Compares split decoding over several networks with a streaming API and with a drafter alone.
 
     python -m infer.bench --split                                   the bundled pair, all networks
     python -m infer.bench --split --draft n0=A --draft n3=B --profiles 4g,far
     python -m infer.bench --split --profiles loopback --modes stream --outages 0,16,64
 
-Each drafter has an infer.server in a process of its own. Its clients reach it through a TCP proxy
-that plays the network. Every question is answered in all ways before the next question, another
-way first each time. Answers are greedy and compared with local plain decoding; if one differs in
-float32, the exit code is 1.
+Every drafter has its own infer.server process. Clients connect through a TCP proxy that emulates
+the network. All modes answer a question before the next question, each time in a rotated order.
+Answers are greedy and compared with local plain decoding; the exit code is 1 if an answer differs
+in float32.
 
-With `stream` the target writes alone and sends each token, as an API does. With `plain` a client
-asks for one token after the other. With `offline` the drafter writes without a network.
+With `stream` the target decodes alone and sends every token, as an API does. With `plain` a client
+requests one token at a time. With `offline` the drafter decodes without a network.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from moa_jax.config import Sampling
 from moa_jax.files.json_text import to_json
 from moa_jax.measure.turns import in_turns
 
-DIFFERENT = 1  # exit code, as of infer.evaluate
+DIFFERENT = 1  # exit code, as in infer.evaluate
 MEANS = ("server_calls", "target_passes", "drafting_s", "waiting_s", "bytes_up", "bytes_down")
 SETTINGS = ("max_new_tokens", "modes", "lengths", "tree", "client_slowdown", "codec", "compress")
 SETTINGS += ("seed", "suite", "no_ahead", "weights")
 
-Ports = Mapping[str, int]  # of the servers, by the names of their pairs
-AnswerRows = Sequence[dict[str, Any]]  # figures of one way's answers, by prompt
+Ports = Mapping[str, int]  # server ports by pair name
+AnswerRows = Sequence[dict[str, Any]]  # figures of one mode's answers, by prompt
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(bench: SplitBench) -> dict[str, Any]:
-    """The whole document, or what a signal left of it."""
+    """The complete document; after a signal, the document of the completed parts."""
     args, differences = bench.args, []
     ways = [way for way in bench.ways if way.mode != "offline"]
     offline = [way for way in bench.ways if way.mode == "offline"]
@@ -105,9 +105,9 @@ def measure(bench: SplitBench) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def servers(flags: Mapping[str, Sequence[str]]) -> Iterator[Ports]:
-    """Starts an infer.server with each name's flags, and gives their ports.
+    """Starts an infer.server per name with its flags, and yields the ports.
 
-    Raises InputError with the last line of a server that does not start.
+    Raises InputError with the last output line of a server that does not start.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moa-servers-")))
@@ -120,7 +120,7 @@ def servers(flags: Mapping[str, Sequence[str]]) -> Iterator[Ports]:
 
 @contextlib.contextmanager
 def proxied(ports: Ports, profile: Profile, seed: int = 0) -> Iterator[dict[str, Proxy]]:
-    """A proxy before each server."""
+    """Starts and yields a proxy per server."""
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         proxies = {name: Proxy("127.0.0.1", port, profile, seed) for name, port in ports.items()}
@@ -131,7 +131,7 @@ def proxied(ports: Ports, profile: Profile, seed: int = 0) -> Iterator[dict[str,
 async def client_of(
     bench: SplitBench, pair: SplitPair, options: ClientOptions, proxy: Proxy | None
 ) -> AsyncIterator[SplitClient]:
-    """A client of the server behind a proxy; without a proxy the drafter writes alone."""
+    """A client of a proxied server; without a proxy the drafter decodes alone."""
     address, args = None, bench.args
     if proxy is not None:
         url = f"ws://{proxy.host}:{proxy.port}{PATH}"
@@ -155,7 +155,7 @@ def measure_network(
     differences: list[dict[str, Any]],
     bar: Progress,
 ) -> dict[str, Any]:
-    """All ways over one network; answers that differ from the target's own go to `differences`."""
+    """Measures all modes over one network; appends wrong answers to `differences`."""
     with proxied(ports, PROFILES[name], bench.args.seed) as proxies:
         found = asyncio.run(take_turns(bench, ways, proxies, bar))
     by_mode = {way.mode: answers for way, answers in zip(ways, found, strict=True)}
@@ -179,7 +179,7 @@ async def take_turns(
     bar: Progress,
     after: int | None = None,
 ) -> list[list[dict[str, Any]]]:
-    """The answers of each way to each prompt, one at a time; `after` is that of `answer`."""
+    """The answers of every mode to every prompt, one at a time; `after` as in `answer`."""
     found: list[list[dict[str, Any]]] = [[] for _ in ways]
     most = bench.args.max_new_tokens
     async with contextlib.AsyncExitStack() as stack:
@@ -188,7 +188,7 @@ async def take_turns(
             client = client_of(bench, way.pair, way.options, proxies.get(way.pair.name))
             clients.append(await stack.enter_async_context(client))
             await clients[-1].warm(map(len, bench.prompts))
-            await answer(clients[-1], bench.prompts[0], min(8, most))  # connecting is not measured
+            await answer(clients[-1], bench.prompts[0], min(8, most))  # connects before measuring
         for turn in in_turns(len(ways), len(bench.prompts), warm_up=False):
             prompt, proxy = bench.prompts[turn.question], proxies.get(ways[turn.way].pair.name)
             found[turn.way].append(await answer(clients[turn.way], prompt, most, proxy, after))
@@ -205,8 +205,8 @@ async def answer(
 ) -> dict[str, Any]:
     """The figures of an answer of `new` tokens.
 
-    With a proxy and `after`, the link is cut for good after that number of tokens, and `new`
-    tokens follow.
+    With a proxy and `after`, the link is cut permanently after `after` tokens, and `new` tokens
+    follow.
     """
     is_cut = proxy is not None and after is not None
     total = len(prompt) + new + (after if is_cut else 0)
@@ -223,7 +223,7 @@ async def answer(
 
 
 def summary(answers: AnswerRows) -> dict[str, Any]:
-    """Medians over prompts of times, means of costs."""
+    """Medians of times and means of costs over prompts."""
     rates = [one["tokens_per_s"] for one in answers if one["tokens_per_s"]]
     rounds = [length for one in answers for length in one["accept_lengths"]]
     total = lambda key: sum(one[key] for one in answers)
@@ -244,9 +244,9 @@ def summary(answers: AnswerRows) -> dict[str, Any]:
 
 
 def ratios(ours: AnswerRows, theirs: AnswerRows) -> list[float]:
-    """Speedups, prompt by prompt, where both answers have a speed."""
+    """Speedups per prompt, if both answers have a speed."""
     speed = "tokens_per_s"
-    pairs = zip(ours, theirs, strict=False)  # of a mode that is not measured there are none
+    pairs = zip(ours, theirs, strict=False)  # `theirs` is empty for an unmeasured mode
     return [one[speed] / other[speed] for one, other in pairs if one[speed] and other[speed]]
 
 
@@ -256,9 +256,9 @@ def ratios(ours: AnswerRows, theirs: AnswerRows) -> list[float]:
 def measure_alone(
     bench: SplitBench, ways: Sequence[Way], proxies: Mapping[str, Proxy], after: int, bar: Progress
 ) -> list[dict[str, Any]]:
-    """Speed and quality of drafters whose links are cut `after` tokens, or that have no link."""
+    """Speed and quality of drafters without a link, or with links cut after `after` tokens."""
     found = asyncio.run(take_turns(bench, ways, proxies, bar, after))
-    came = max(after, 1) if proxies else 0  # the first token comes with the prompt's reply
+    came = max(after, 1) if proxies else 0  # the prompt's reply holds the first token
     rows = []
     for way, answers in zip(ways, found, strict=True):
         tokens = [one["token_ids"] for one in answers]

@@ -1,4 +1,4 @@
-"""The results of `infer.bench --split` in Markdown."""
+"""Renders the results of `infer.bench --split` in Markdown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from infer.bench.tables import cut_line, percent, precision, short, table_of
 
-COLUMNS = {  # head -> key of a way's row
+COLUMNS = {  # column head -> key of a mode's row
     "tokens/s": "tokens_per_s",
     "over API": "speedup_over_stream",
     "over round trips": "speedup_over_plain",
@@ -22,7 +22,7 @@ COLUMNS = {  # head -> key of a way's row
 
 
 def render(document: dict[str, Any]) -> str:
-    """The table of networks, the table of text written alone, and the settings behind them."""
+    """The table of networks, the table of drafting without a link, and the settings."""
     settings, machine = document["settings"], document["machine"]
     profiles, count = document["profiles"], len(document["differences"])
     alone = [row | {"after": "never linked"} for row in document["offline"]] + document["outages"]

@@ -1,19 +1,19 @@
-"""The client's half of split decoding: it drafts, and keeps an answer going when the link dies.
+"""The client side of split decoding: drafts, and continues an answer when the link fails.
 
-One round passes through these files from top to bottom, and its reply comes back up:
+A round passes through these files from top to bottom, and its reply from bottom to top:
 
     answering.py   SplitClient: one answer, with and without a link
-    drafter.py     ClientDrafter: drafts, writes alone, counts the rows in the caches of
+    drafter.py     ClientDrafter: drafts, decodes without the target, tracks the cache rows of
                    moa_jax/split/half.py
-    session.py     RemoteSession: one session over as many links as that takes
+    session.py     RemoteSession: one session over any number of links
     ../link.py     Link: one connection and its deadlines
     wire.py        in moa_jax/split: messages <-> bytes <-> the server
-    replies.py     checks a reply before any of it counts
+    replies.py     checks a complete reply before the client uses its content
 
-Beside them:
+Shared by these files:
 
-    state.py       what they share: options, the text of an answer, what it cost
-    pace.py        how many tokens to draft, from what was measured
-    figures.py     what infer.client and infer.bench report about an answer
-    flags.py       what the command lines of infer.client and infer.bench share
+    state.py       options, the sequence of an answer, counters
+    pace.py        chooses draft lengths from measured times and acceptance rates
+    figures.py     figures of an answer that infer.client and infer.bench report
+    flags.py       command-line flags of both infer.client and infer.bench
 """

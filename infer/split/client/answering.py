@@ -1,19 +1,19 @@
-"""One answer of a split pair, from the client's side, whatever the link does.
+"""The client side of one answer, with or without a working link.
 
-    with a link     draft, ask, draft ahead while the reply is under way, take the reply in
-    without one     the drafter goes on alone; its tokens are the unverified tail of the text
+    with a link     draft, send the draft, draft ahead while the reply is pending, apply the reply
+    without a link  the drafter decodes alone; its tokens are the unverified tail of the sequence
 
-    text   prompt | verified ............ root | tail                  (state.py)
-    rows   the target's (known)  | root        | the drafter's own     (drafter.py)
+    tokens   prompt | verified ............ root | tail                  (state.py)
+    rows     the target's (known)  | root        | the drafter's own     (drafter.py)
 
-A task dials again while the drafter writes alone, and then the session goes on (session.py). If
-the last reply was missed, it comes again. With policy `verify` the tail then becomes a draft like
-any other: the target keeps what it would have written, and the rest is rewritten. With policy
-`keep` the tail is committed as it is. If the server no longer has the session, all committed
-tokens make a new one.
+While the drafter decodes alone, a task reconnects and resumes the session (session.py); the server
+repeats the last reply if the client missed it. With policy `verify` the tail then becomes a draft:
+the target accepts the tokens that it would have chosen, and the rest is rewritten. With policy
+`keep` the tail is committed without verification. If the server no longer has the session, the
+client opens a new session with all committed tokens.
 
-Nothing that a server sends counts before all of it was checked (replies.py). A reply that does not
-fit counts as a lost link. Every reply that does fit extends the text, so every answer ends.
+The client checks a complete reply before it uses any of its content (replies.py). An invalid reply
+counts as a lost link. Every valid reply extends the sequence, so every answer ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from moa_jax.split.half import DraftHalf
 
 
 class SplitClient:
-    """Answers one prompt after the other."""
+    """Answers prompts one at a time."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class SplitClient:
         options: ClientOptions,
         worker: ThreadPoolExecutor,
     ) -> None:
-        """`half` belongs to the one thread of `worker`. Without a server the drafter is alone."""
+        """Calls `half` only on the single thread of `worker`; `server` None decodes offline."""
         self.options = options
         self._session = RemoteSession(server, half.cfg.vocab_size, half.leaves, options)
         self._drafter = ClientDrafter(half, worker, options)
@@ -55,33 +55,33 @@ class SplitClient:
 
     @property
     def is_linked(self) -> bool:
-        """Whether the answer has a link at present."""
+        """Whether the client has a link."""
         return self._session.link is not None
 
     @property
     def traffic(self) -> LinkTraffic:
-        """Bytes of all answers so far."""
+        """Bytes and round trip of all links so far."""
         return self._session.traffic
 
     async def connect(self) -> None:
-        """Says Hello, if there is a server; raises Lost or Denied where it does not welcome us."""
+        """Connects to the server, if one is configured; raises Lost or Denied."""
         await self._session.connect()
 
     async def warm(self, prompts: Iterable[int]) -> None:
-        """Compiles the programs that answers to prompts of these lengths need."""
+        """Compiles the programs for prompts of these lengths."""
         await self._drafter.warm(prompts)
 
     async def close(self) -> None:
-        """Ends the connection, if there is one."""
+        """Closes the connection, if one is open."""
         await self._session.close()
 
     async def answer(
         self, prompt: Sequence[int], total: int, stop_ids: Sequence[int], sampling: Sampling
     ) -> AsyncIterator[AnswerEvent]:
-        """Yields an event whenever the answer changes; `text`, `done` and `counts` hold the rest.
+        """Yields an event per change of the answer; `text`, `done` and `counts` hold its state.
 
-        Prompt and answer have at most `total` tokens. Raises Lost if there is no server at the
-        start, and Denied if it refuses this client.
+        Prompt and answer have at most `total` tokens. Raises Lost if the server is unreachable at
+        the start, and Denied if the server refuses this client.
         """
         self.text, self.counts, self.done = AnswerText(prompt, total, stop_ids), Counts(), ""
         self._session.begin(self.text, sampling, self.counts)
@@ -108,20 +108,20 @@ class SplitClient:
         await self._session.finish()
 
     async def stop(self, count: int) -> None:
-        """Ends the answer early, after its first `count` tokens."""
+        """Ends the answer early and keeps its first `count` tokens."""
         self.text.cut(count)
         self.done = "stop"
         await self._session.finish()
         if self.options.stream:
-            await self.close()  # along with the parts that are still under way
+            await self.close()  # discards the parts still in flight
 
     # ---- with a link ----------------------------------------------------------------------
 
     async def _begin(self) -> str:
-        """Sends the prompt, takes in its rows and the first token; returns a notice.
+        """Sends the prompt, applies its rows and the first token; returns a notice.
 
-        The connection may have died unnoticed since the last answer, so there is a second attempt.
-        If that fails, too, the drafter begins alone, unless no server has ever been there.
+        Tries twice, because the connection may have failed unnoticed since the last answer. After
+        a second failure the drafter starts alone; raises Lost if no server ever opened a session.
         """
         for is_last in (False, True):
             try:
@@ -137,12 +137,12 @@ class SplitClient:
         return notice
 
     async def _round(self) -> None:
-        """One round: draft, ask, draft ahead, take the reply in."""
+        """One round: draft, send the draft, draft ahead, apply the reply."""
         plan = await self._drafter.draft(self._session.room)
         begin = time.perf_counter()
         await self._session.ask(wire.Verify, plan.tokens, plan.parents)
         reply, ends = asyncio.create_task(self._session.reply()), []
-        # The round trip ends when the reply is there, even if a token is still being drafted.
+        # The round trip ends when the reply arrives, even if a token is still being drafted.
         reply.add_done_callback(lambda _: ends.append(time.perf_counter()))
         try:
             await self._drafter.draft_ahead(plan, reply.done)
@@ -158,9 +158,9 @@ class SplitClient:
         self._drafter.saw_reply(plan, committed, seconds)
 
     async def _take(self, parts: Sequence[wire.Committed]) -> list[int]:
-        """Takes a whole reply into text and caches; returns its tokens.
+        """Applies a complete reply to the sequence and the caches; returns its tokens.
 
-        Raises Lost, and has changed nothing, for one that does not answer the last request.
+        Raises Lost, and changes nothing, for a reply that does not fit the last request.
         """
         reply = self._session.take(parts)
         self.text.settle(reply.tokens, kept=reply.kept)
@@ -171,7 +171,7 @@ class SplitClient:
     # ---- without a link -------------------------------------------------------------------
 
     async def _alone(self) -> AsyncIterator[AnswerEvent]:
-        """Writes on while a task dials; ends with a link or with the answer."""
+        """Decodes alone while a task reconnects; returns once linked, or when the answer ends."""
         begin = time.perf_counter()
         self._drafter.begin_tail()
         await self._drafter.absorb(self._session.take_held())
@@ -204,7 +204,7 @@ class SplitClient:
             yield self.text.event("connected again")
 
     async def _write(self, is_back: Callable[[], bool]) -> AsyncIterator[AnswerEvent]:
-        """Writes the tail, piece by piece, until the answer ends or there is a link."""
+        """Writes the tail in pieces until the answer ends or the link is back."""
         while self._drafter.can_write and not self.text.is_written:
             if not await self._drafter.write(is_back):
                 return
@@ -216,17 +216,17 @@ class SplitClient:
             self._end_alone()
 
     def _end_alone(self) -> None:
-        """Ends the answer as it was written."""
+        """Ends the answer with its tail unverified."""
         self.text.keep_tail()
         self.done = self.text.end_of(self.text.settled) or "lost"
 
-    # ---- linked again ---------------------------------------------------------------------
+    # ---- reconnected ----------------------------------------------------------------------
 
     async def _settle_up(self, missed: list[wire.Committed]) -> None:
-        """Takes in the reply that was missed; then the target verifies or reads the tail."""
+        """Applies the missed reply; then the target verifies or commits the tail."""
         keeps = self.options.policy == "keep"
         if missed and keeps and self.text.differs(missed[-1].tokens):
-            missed = await self._session.reopen()  # the server committed tokens that nobody saw
+            missed = await self._session.reopen()  # replaces tokens never shown to a reader
         if missed:
             self._replace_tail(await self._take(missed))
         while self.text.tail and not self.done:
@@ -237,7 +237,7 @@ class SplitClient:
             self._replace_tail(await self._take(await self._session.reply()))
 
     def _replace_tail(self, tokens: Sequence[int]) -> None:
-        """The target committed these tokens where the tail begins."""
+        """Updates the tail after the target committed `tokens` at its start."""
         if rewritten := self.text.replace_tail(tokens):
             self.counts.rewritten += rewritten
             self._drafter.tail_rewritten()

@@ -1,9 +1,9 @@
-"""The client's drafter: what it drafts, what it writes alone, and whose rows its caches hold.
+"""The client's drafter: drafts, decodes alone, and tracks the origin of its cache rows.
 
     rows   the target's (known)  | blank, of the prompt | root | the drafter's own (up to fed)
 
-Nothing else calls `half` or counts its rows. This file knows nothing of a server: what a server
-said comes as rows, and a function `enough` says when to stop drafting.
+No other module calls `half` or tracks its rows. This module is independent of the server: replies
+arrive as rows, and a callback `enough` ends drafting.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from infer.split.client.state import AnswerText, ClientOptions, Counts
 from moa_jax.config import Sampling
 from moa_jax.split.half import CHUNK, EXACT, MOST_STEPS, DraftHalf
 
-PIECE = 8  # tokens that are written alone before they are shown
+PIECE = 8  # tokens per piece when the drafter decodes alone
 
 
 class DraftPlan(NamedTuple):
-    """The draft of a round: its nodes without the root, and their parents; the root is 0."""
+    """The draft of a round: nodes without the root, and their parents; the root is 0."""
 
     tokens: list[int]
     parents: list[int]
-    ahead: bool = False  # made while the last reply was under way
+    ahead: bool = False  # drafted while the last reply was pending
 
     @property
     def levels(self) -> int:
-        """Depth of its deepest node."""
+        """Depth of the deepest node."""
         depth = [0]
         for parent in self.parents:
             depth.append(depth[parent] + 1)
@@ -41,40 +41,40 @@ class DraftPlan(NamedTuple):
 
 
 def chain_of(tokens: Sequence[int], ahead: bool = False) -> DraftPlan:
-    """A draft in which each token follows the one before, the first one the root."""
+    """The draft of a chain: the first token follows the root."""
     return DraftPlan(list(tokens), list(range(len(tokens))), ahead)
 
 
 class ClientDrafter:
-    """Drafts for one text after the other."""
+    """Drafts for one sequence at a time."""
 
     def __init__(self, half: DraftHalf, worker: ThreadPoolExecutor, options: ClientOptions) -> None:
-        """`half` belongs to the one thread of `worker`."""
+        """Calls `half` only on the single thread of `worker`."""
         self._half, self._worker, self._options = half, worker, options
         self._pace = DraftPace(options.levels) if options.levels else None
 
     async def warm(self, prompts: Iterable[int]) -> None:
-        """Compiles the programs that answers to prompts of these lengths need."""
+        """Compiles the programs for prompts of these lengths."""
         replies = range(1, 2 + max(self._options.levels, default=0))
         parts = ((min(length, CHUNK), length % CHUNK) for length in prompts)
         counts = [*replies, *(count for pair in parts for count in pair)]
         await self._on_half(self._half.warm, counts, self._options.shapes)
 
     async def begin(self, text: AnswerText, sampling: Sampling, counts: Counts) -> None:
-        """Starts another text, of which the caches hold nothing."""
+        """Starts another sequence with empty caches."""
         self._text, self._counts = text, counts
-        self._known = 0  # rows that the target has filled
-        self._blank = 0  # rows of the prompt that were filled without the target
-        self._fed = 0  # rows that fit the whole text, the drafter's own included
-        self._ahead: list[int] = []  # tokens drafted after the end of the text
+        self._known = 0  # leading rows from the target
+        self._blank = 0  # leading rows of the prompt, absorbed with zeros instead of target rows
+        self._fed = 0  # leading rows that fit the whole sequence, including the drafter's own
+        self._ahead: list[int] = []  # tokens drafted after the end of the sequence
         await self._on_half(self._half.reset, sampling, len(text.prompt))
 
     async def absorb(self, parts: Iterable[TokenRows]) -> None:
-        """Takes the target's rows into the caches."""
+        """Writes the target's rows to the caches."""
         for part in joined(parts, CHUNK):
             await self._on_half(self._half.absorb, *part)
             self._known = max(self._known, part.start + len(part.tokens))
-            if len(part.tokens) > EXACT:  # these came padded, which overwrote all later rows
+            if len(part.tokens) > EXACT:  # padding overwrote all later rows
                 self._blank = self._fed = 0
 
     # ---- drafts ---------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class ClientDrafter:
         if self._options.shape is None:
             self._ahead = await self._chain([], min(steps, room))
             return chain_of(self._ahead)
-        # The tree's rows will be overwritten by those of a chain drafted ahead.
+        # The rows of a chain drafted ahead overwrite the tree's rows.
         shape = dataclasses.replace(self._options.shape, depth=1 + steps)
         begin = time.perf_counter()
         tokens, parents = await self._drafting(self._half.tree, list(self._text.settled), shape)
@@ -99,11 +99,11 @@ class ClientDrafter:
         return DraftPlan(tokens[:room], parents[:room])
 
     async def draft_ahead(self, plan: DraftPlan, enough: Callable[[], bool]) -> None:
-        """Continues along the likeliest path while the reply is under way.
+        """Continues the drafter's chain while the reply is pending.
 
-        If the whole draft is accepted, this path holds the bonus token and the next draft. It is
-        drafted token by token, because the reply cannot interrupt a call. Nothing is drafted if
-        the reply is expected before the first token that would be useful.
+        If the whole draft is accepted, the chain holds the bonus token and the next draft. Tokens
+        are drafted one per call, because the reply cannot interrupt a call. Drafts nothing if the
+        reply is expected before the first useful token.
         """
         if self._pace is None or not self._options.draft_ahead:
             return
@@ -118,22 +118,22 @@ class ClientDrafter:
             await asyncio.sleep(0)
 
     def saw_reply(self, plan: DraftPlan, committed: Sequence[int], seconds: float) -> None:
-        """Notes what came of a draft and when; keeps what was drafted ahead if it still fits."""
+        """Records the outcome of a draft; keeps the tokens drafted ahead if they still fit."""
         if self._pace is not None:
             self._pace.saw_reply(seconds, plan.levels, len(committed) - 1, plan.ahead)
-        # Rows of later tokens stay valid as long as none before them came padded.
+        # Rows of later tokens stay valid unless padded rows overwrote them.
         right = self._ahead[: len(committed)] == committed and len(committed) <= EXACT
         self._ahead = self._ahead[len(committed) :] if right else []
 
-    # ---- writing alone --------------------------------------------------------------------
+    # ---- decoding without a link ----------------------------------------------------------
 
     @property
     def can_write(self) -> bool:
-        """Whether the text can go on without the target."""
+        """Whether the drafter can decode without the target."""
         return self._half.functions.go_on is not None and not self._options.stream
 
     def begin_tail(self) -> None:
-        """Starts the tail with what was drafted ahead, unless there is a tail already."""
+        """Starts the tail with the tokens drafted ahead, unless a tail exists."""
         if not self._text.tail:
             self._text.write(self._ahead)
             if self._ahead:
@@ -141,12 +141,12 @@ class ClientDrafter:
         self._ahead = []
 
     async def write(self, enough: Callable[[], bool]) -> bool:
-        """Writes one more piece of the tail.
+        """Writes one piece of the tail.
 
-        Returns False, and has written nothing, if it was enough while rows were still missing.
+        Returns False, and writes nothing, if `enough` returns True while missing rows are filled.
         """
         blank = self._text.prompt[:-1]
-        if self._filled < len(blank):  # the target has not read the whole prompt
+        if self._filled < len(blank):  # the target has not processed the whole prompt
             await self._on_half(self._half.absorb_nothing, blank, self._known)
             self._blank, self._fed = len(blank), 0
         whole, filled = self._text.whole, self._filled
@@ -160,18 +160,18 @@ class ClientDrafter:
         return True
 
     def tail_rewritten(self) -> None:
-        """Forgets the rows of a tail that the target replaced."""
+        """Invalidates the rows of a tail that the target replaced."""
         self._fed = 0
 
-    # ---- calls of the half ----------------------------------------------------------------
+    # ---- calls of DraftHalf ---------------------------------------------------------------
 
     @property
     def _filled(self) -> int:
-        """Number of leading rows that are not the drafter's own."""
+        """Number of leading rows absorbed from the target or with zeros."""
         return max(self._known, self._blank)
 
     async def _chain(self, after: Sequence[int], steps: int) -> list[int]:
-        """Drafts a chain behind the whole text and the tokens `after` it."""
+        """Drafts a chain after the whole sequence and the tokens `after`."""
         begin = time.perf_counter()
         text = [*self._text.whole, *after]
         tokens = await self._drafting(self._half.chain, text, self._filled, steps)
@@ -180,7 +180,7 @@ class ClientDrafter:
         return tokens
 
     async def _drafting(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """A call whose time counts as drafting, stretched to that of a slower device."""
+        """Calls `function` and counts its time as drafting; `slowdown` stretches the time."""
         begin = time.perf_counter()
         found = await self._on_half(function, *arguments)
         seconds = time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""What one answer was and cost, as the client and the benchmark report it."""
+"""Figures of one answer, as infer.client and infer.bench report them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from infer.split.client.state import AnswerEvent
 
 
 class AnswerTimes(NamedTuple):
-    """When an answer was asked for, its first tokens came, and it had ended, on one clock."""
+    """Times (s) of the request, the first tokens and the end of an answer, on one clock."""
 
     begin: float
     first: float
     end: float
-    count: int  # tokens that came first: one of a server, a piece of a drafter alone
+    count: int  # tokens at time `first`: 1 from a server, a piece from the drafter alone
 
 
 async def timed(
@@ -26,7 +26,7 @@ async def timed(
     events: AsyncIterator[AnswerEvent],
     see: Callable[[AnswerEvent], int | None] = lambda event: None,
 ) -> AnswerTimes:
-    """Reads the events of `answering.answer` to their end, or until `see` says where to cut."""
+    """Consumes `events` of `answering.answer`; cuts the answer at the first number from `see`."""
     begin, first, count = time.perf_counter(), 0.0, 0
     async with contextlib.aclosing(events):
         async for event in events:
@@ -40,7 +40,7 @@ async def timed(
 
 
 def figures_of(answering: SplitClient, prompt: list[int], times: AnswerTimes) -> dict[str, Any]:
-    """The keys of infer.generate's results, and those that a link adds; times in seconds or ms."""
+    """The keys of infer.generate's results plus those of the link; times in s, or ms (`_ms`)."""
     prefill_s, decode_s = times.first - times.begin, times.end - times.first
     counts, tokens = answering.counts, answering.text.answer
     later = len(tokens) - times.count

@@ -1,4 +1,4 @@
-"""The flags that say how a client drafts and what travels, of infer.client and infer.bench."""
+"""Flags for drafting and for the encoding of rows, shared by infer.client and infer.bench."""
 
 from __future__ import annotations
 

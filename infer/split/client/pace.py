@@ -1,13 +1,13 @@
-"""Chooses how much to draft before asking, from measured times and acceptance rates.
+"""Chooses the draft length of a round from measured times and acceptance rates.
 
-A round that drafts k tokens commits E(k) = 1 + a1 + a1 a2 + ... + a1...ak of them on average. Here
-a_i is how often the i-th token is accepted after those before it were. The round takes the time of
-the reply plus k times the time to draft a token:
+A round that drafts k tokens commits E(k) = 1 + a1 + a1 a2 + ... + a1...ak tokens on average; a_i is
+the acceptance rate of the i-th token given that all earlier tokens were accepted. A round takes the
+time of the reply plus k times the time to draft a token:
 
     tokens per second (k) = E(k) / (reply + k x draft)
 
-A draft that was made ahead, while the last reply was under way, costs no more time, but its tokens
-were drafted without the target's last rows. So both kinds have acceptance rates of their own.
+A draft made ahead, while the last reply was pending, takes no extra time, but its tokens were
+drafted without the target's last rows. Both kinds therefore have separate acceptance rates.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-PRIOR = 0.7  # acceptance rate before anything was measured
+PRIOR = 0.7  # acceptance rate before the first measurement
 WEIGHT = 0.1  # of the newest observation in a running mean
-RECENT = 15  # number of times in a median
+RECENT = 15  # number of measured times in a median
 
 
 class RunningMean:
-    """A mean in which older observations count less."""
+    """An exponential moving average."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -34,7 +34,7 @@ class RunningMean:
 
 
 class RecentMedian:
-    """The median of the last times, which a compilation or a lost packet hardly changes."""
+    """The median of recent times; a compilation or a lost packet hardly changes the median."""
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=RECENT)
@@ -53,34 +53,34 @@ class NextDraft(NamedTuple):
     """The draft to send in the next round."""
 
     steps: int
-    ahead: bool  # use the tokens that were drafted ahead
+    ahead: bool  # use the tokens drafted ahead
 
 
 class DraftPace:
-    """The measurements so far, and the choice that follows from them."""
+    """Records measurements and chooses draft lengths."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        """`lengths` are the numbers of drafted levels to choose from."""
+        """`lengths` are the candidate numbers of drafted levels."""
         self.lengths = sorted(lengths)
         most = self.lengths[-1]
         self._rates = {ahead: [RunningMean(PRIOR) for _ in range(most)] for ahead in (False, True)}
         self.reply_s = RecentMedian()
-        self.token_s = RecentMedian()  # drafting one level
+        self.token_s = RecentMedian()  # per drafted level
 
     def saw_draft(self, seconds: float, steps: int) -> None:
-        """Notes that drafting `steps` levels took so long."""
+        """Records that drafting `steps` levels took `seconds`."""
         if steps:
             self.token_s.add(seconds / steps)
 
     def saw_reply(self, seconds: float, drafted: int, accepted: int, ahead: bool) -> None:
-        """Notes a round: the time of its reply, and levels drafted and accepted."""
+        """Records a round: the time of its reply, and its drafted and accepted levels."""
         self.reply_s.add(seconds)
         rates = self._rates[ahead]
         for level in range(min(drafted, accepted + 1, len(rates))):
             rates[level].add(float(level < accepted))
 
     def committed(self, steps: int, ahead: bool = False) -> float:
-        """E(steps): the tokens that a round with so many levels commits on average."""
+        """E(steps): mean number of tokens that a round with `steps` levels commits."""
         total = chance = 1.0
         for rate in self._rates[ahead][:steps]:
             chance *= rate.value
@@ -88,12 +88,12 @@ class DraftPace:
         return total
 
     def has_time(self, tokens: int) -> bool:
-        """Whether so many tokens are drafted before a reply comes; True until both are measured."""
+        """Whether drafting `tokens` ends before a reply; True until both times are measured."""
         reply, token = self.reply_s.value, self.token_s.value
         return reply is None or token is None or tokens * token <= reply
 
     def choose(self, ahead: int = 0) -> NextDraft:
-        """The fastest choice, when `ahead` tokens have been drafted ahead."""
+        """The fastest draft, given `ahead` tokens drafted ahead."""
         reply, token = self.reply_s.value or 0.0, self.token_s.value or 0.0
         speed = lambda steps: self.committed(steps) / max(reply + steps * token, 1e-9)
         best = max(self.lengths, key=speed)

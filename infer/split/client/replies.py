@@ -1,6 +1,6 @@
-"""Checks of replies: nothing in a reply counts before all of it was checked.
+"""Checks a complete reply before the client uses any of its content.
 
-Each function raises Lost for a reply that does not fit: a server that sends one is of no use.
+Every check raises Lost for a reply that does not fit its request, as for a failed server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SessionRequest = wire.Open | wire.Verify | wire.Read | wire.Stream
 
 
 class TokenRows(NamedTuple):
-    """Consecutive tokens with the target's rows, checked."""
+    """Consecutive tokens and the target's rows, checked."""
 
     start: int  # position of the first token
     tokens: list[int]
@@ -27,7 +27,7 @@ class TokenRows(NamedTuple):
 
 
 def joined(parts: Iterable[TokenRows], most: int) -> list[TokenRows]:
-    """Parts that follow each other as one of at most `most` tokens, for each costs a call."""
+    """Merges consecutive parts up to `most` tokens each, because every part costs a call."""
     groups: list[list[TokenRows]] = []
     end = count = 0
     for part in parts:
@@ -49,10 +49,10 @@ def _one_of(parts: Sequence[TokenRows]) -> TokenRows:
 
 
 class CheckedReply(NamedTuple):
-    """The contents of a whole reply, checked."""
+    """The checked content of a complete reply."""
 
     tokens: list[int]  # committed by the reply
-    done: str  # why the answer ends with them, or ""
+    done: str  # finish reason after these tokens, or ""
     kept: bool = False  # the request gave these tokens; the target did not choose them
     parts: Sequence[TokenRows] = ()  # for the drafter's caches
 
@@ -60,7 +60,7 @@ class CheckedReply(NamedTuple):
 def unpacked(
     leaves: Sequence[LeafSpec], server: ServerAddress, part: wire.Committed, text: Sequence[int]
 ) -> TokenRows:
-    """The rows that a server sent in a part, and their tokens taken from `text`; raises Lost."""
+    """Decodes a part's rows, with their tokens from the sequence `text`; raises Lost."""
     try:
         rows = unpack(part.rows, part.count, leaves, server.codec, server.compress)
     except wire.BadMessage as error:
@@ -69,9 +69,10 @@ def unpacked(
 
 
 def known_after(part: wire.Committed, seq: int, known: int, total: int) -> int:
-    """Number of leading rows that the client knows once it has this part of reply `seq`.
+    """Number of leading rows that the client has after this part of reply `seq`.
 
-    It knew `known` rows before; a session holds `total` at most. Raises Lost for a gap.
+    The client had `known` rows before the part; a session has at most `total` rows. Raises Lost
+    for a part of another reply and for rows that leave a gap or do not fit.
     """
     if part.seq != seq:
         raise Lost(f"the server answered request {part.seq}, not {seq}")
@@ -83,7 +84,7 @@ def known_after(part: wire.Committed, seq: int, known: int, total: int) -> int:
 
 
 def given_text(request: SessionRequest, part: wire.Committed, text: AnswerText) -> list[int]:
-    """The text up to the last token that the request gave.
+    """The sequence up to the last token that the request gave.
 
     Raises Lost for a part with rows of tokens that the request did not give.
     """
@@ -97,9 +98,9 @@ def given_text(request: SessionRequest, part: wire.Committed, text: AnswerText) 
 def check(
     request: SessionRequest, parts: Sequence[wire.Committed], text: AnswerText, received: int
 ) -> None:
-    """Raises Lost unless these parts are a whole reply to `request`.
+    """Raises Lost unless `parts` are a complete reply to `request`.
 
-    The client had `received` rows before them.
+    The client had `received` rows before the reply.
     """
     tokens = parts[-1].tokens
     whole = [*text.settled, *tokens]
@@ -119,8 +120,8 @@ def check(
 def stream_part(part: wire.Committed, seq: int, last: int, text: AnswerText) -> CheckedReply:
     """The new tokens of one part of stream `seq`.
 
-    The part before began at row `last`. After a lost link a stream starts again from its first
-    part, so a part may bring tokens that are here already. Raises Lost.
+    The previous part started at row `last`. After a lost link a stream restarts from its first
+    part, so a part may repeat tokens that the client already has. Raises Lost for an invalid part.
     """
     have = len(text.settled) - part.start - 1
     in_place = part.seq == seq and part.start > last

@@ -1,12 +1,12 @@
-"""A client's session on its server during one answer, over as many links as that takes.
+"""A client's session on its server during one answer, over any number of links.
 
-    reach       makes sure that there is a link, and a session with all settled tokens
-    ask, reply  send one more request; receive the messages of its reply
-    take        checks the whole reply; nothing in it counts before
-    drop        gives up a lost link; `join` dials until there is another one
+    reach       ensures a link and a session with all settled tokens
+    ask, reply  send the next request; receive the messages of its reply
+    take        checks the complete reply before the client uses its content
+    drop        gives up a lost link; `join` dials until a new link is open
 
-The session knows which tokens of the answer are settled and how many of their rows have come. It
-does not know who drafts the answer or who reads it.
+The session tracks the settled tokens of the answer and the number of their received rows. It is
+independent of the drafter and of the reader of the answer.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from moa_jax.config import Sampling
 from moa_jax.split import wire
 from moa_jax.split.rows import LeafSpec
 
-MOST_STALE = 16  # repeats of earlier replies that are skipped while one is waited for
+MOST_STALE = 16  # most repeats of earlier replies that are skipped before a reply
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0  # seconds between attempts to connect again
 
 
 class Backoff:
-    """Growing pauses between attempts to dial, and the time after which nobody waits any more."""
+    """Exponential backoff between attempts to dial, and the deadline for giving up."""
 
     def __init__(self, give_up_seconds: float) -> None:
         self._give_up_seconds = give_up_seconds
@@ -49,17 +49,17 @@ class Backoff:
         self.reset()
 
     def reset(self) -> None:
-        """The answer has grown, so pauses start again from the shortest."""
+        """Restarts from the shortest pause, after the answer has grown."""
         self._wait = 0.0  # before the next attempt
-        self._give_up: float | None = None  # time at which to stop waiting; set by the first wait
+        self._give_up: float | None = None  # deadline; set by the first wait
 
     async def pause(self) -> None:
-        """Sleeps before an attempt; the next pause will be longer."""
+        """Sleeps before an attempt, and doubles the next pause."""
         await asyncio.sleep(self._wait * self._random.uniform(0.5, 1.5))
         self._wait = min(max(FIRST_WAIT, 2 * self._wait), LONGEST_WAIT)
 
     async def wait_for(self, task: asyncio.Task[Any]) -> Any:
-        """The task's result; None if it takes longer than an answer that does not grow waits."""
+        """The task's result; None if the task is not done at the deadline."""
         while not task.done():
             now = time.monotonic()
             if self._give_up is None:
@@ -71,7 +71,7 @@ class Backoff:
 
 
 class RemoteSession:
-    """The link to a server and the session on it; both are renewed when they are lost."""
+    """The link to a server and the session on the server; a lost one is replaced."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RemoteSession:
         leaves: Sequence[LeafSpec],
         options: ClientOptions,
     ) -> None:
-        """Without a server there will be no link. `leaves` are the arrays of one token's rows."""
+        """`server` None never opens a link; `leaves` are the arrays of one token's rows."""
         self.has_server = server is not None
         self.link: Link | None = None
         self.traffic = LinkTraffic()
@@ -90,24 +90,24 @@ class RemoteSession:
         self._unpack = functools.partial(unpacked, leaves, server)
 
     def begin(self, text: AnswerText, sampling: Sampling, counts: Counts) -> None:
-        """Starts another answer; the link may be there from the one before."""
+        """Starts another answer; an open link is kept from the previous answer."""
         self._text, self._sampling, self._counts = text, sampling, counts
-        self._id: str | None = None  # the session's name on the server
-        self._seq = -1  # of the last reply seen
-        self._request: SessionRequest | None = None  # the last one sent
+        self._id: str | None = None  # session id on the server
+        self._seq = -1  # of the last received reply
+        self._request: SessionRequest | None = None  # the last sent request
         self._streaming: int | None = None  # row of a stream's last part, -1 before the first
-        self._held: list[TokenRows] = []  # parts of a reply whose end has not come
-        self._received = 0  # rows that have come, those in `_held` included
+        self._held: list[TokenRows] = []  # parts of an incomplete reply
+        self._received = 0  # received rows, including those in `_held`
         self._before = dataclasses.replace(self.traffic)
-        self._is_denied = False  # the server will not have this client: no link for this answer
+        self._is_denied = False  # the server refused this client: no more links for this answer
         self.backoff.reset()
 
     async def finish(self) -> None:
-        """Ends the answer: gives its slot back and counts its bytes."""
+        """Ends the answer: frees its slot on the server and counts its bytes."""
         if self.link is not None:
             try:
                 await self.link.send(wire.Close())
-            except (Lost, Gone, Denied):  # the server will notice by itself
+            except (Lost, Gone, Denied):  # the server detects the lost connection
                 self.cut()
         self._counts.bytes_up = self.traffic.bytes_up - self._before.bytes_up
         self._counts.bytes_down = self.traffic.bytes_down - self._before.bytes_down
@@ -116,11 +116,11 @@ class RemoteSession:
 
     @property
     def can_dial(self) -> bool:
-        """Whether another link may come about during this answer."""
+        """Whether this answer may still get another link."""
         return self.has_server and not self._is_denied
 
     async def connect(self) -> None:
-        """Says Hello, if there is a server; raises Lost or Denied where it does not welcome us."""
+        """Connects to the server, if one is configured; raises Lost or Denied."""
         if self.has_server and self.link is None:
             try:
                 self.link = await self._dial()
@@ -128,43 +128,43 @@ class RemoteSession:
                 raise Lost(str(error)) from error
 
     async def close(self) -> None:
-        """Ends the connection in order, if there is one."""
+        """Closes the connection with a closing handshake, if one is open."""
         if self.link is not None:
             with contextlib.suppress(Exception):
                 await self.link.close()
             self.link = None
 
     def cut(self) -> None:
-        """Ends the connection at once, if there is one, without a word to the server."""
+        """Closes the transport at once, without a close frame, if a connection is open."""
         if self.link is not None:
             self.link.abort()
         self.link = None
 
     def drop(self, error: Lost | Gone | Denied) -> str:
-        """Gives up the link after an error; returns a notice that says why."""
+        """Gives up the link after an error; returns a notice with the reason."""
         self._counts.drops += self.link is not None
         self.cut()
         if isinstance(error, Gone):
             self._id = None
-        if isinstance(error, Denied):  # there will be no other link: the rest is written alone
+        if isinstance(error, Denied):  # no other link follows: the drafter decodes the rest
             self._is_denied = True
             return str(error)
         return f"link lost: {error}"
 
     async def _dial(self) -> Link:
-        """A new link, not yet used by the answer; raises Lost, Gone or Denied."""
+        """Opens a new link, not yet used by the answer; raises Lost, Gone or Denied."""
         return await Link.open(self._server, self._vocab_size, self.traffic)
 
     # ---- the session ----------------------------------------------------------------------
 
     async def reach(self) -> list[wire.Committed]:
-        """Makes sure of a link and a session; returns the reply that the text does not have yet."""
+        """Ensures a link and a session; returns the reply that the client missed, or []."""
         if self.link is None:
             self.link = await self._dial()
         return await self._joined(self.link)
 
     async def join(self) -> list[wire.Committed]:
-        """Like `reach`, but tries until it succeeds; raises Denied where no link will come."""
+        """Like `reach`, but retries until it succeeds; raises Denied."""
         while True:
             await self.backoff.pause()
             try:
@@ -180,12 +180,12 @@ class RemoteSession:
             return missed
 
     async def reopen(self) -> list[wire.Committed]:
-        """Replaces a session whose text went on differently; returns the reply to its Open."""
+        """Replaces a session whose tokens differ from the client's; returns the reply to Open."""
         await self.link.send(wire.Close())
         return await self._opened(self.link)
 
     async def _joined(self, link: Link) -> list[wire.Committed]:
-        """Resumes the session, or opens one with all settled tokens; returns a missed reply."""
+        """Resumes the session, or opens one with all settled tokens; returns the missed reply."""
         if self._id is not None:
             try:
                 return await self._resumed(link)
@@ -194,22 +194,22 @@ class RemoteSession:
         return await self._opened(link)
 
     async def _resumed(self, link: Link) -> list[wire.Committed]:
-        """The reply that was missed, or []; raises Gone if the server has no such session."""
+        """Resumes the session; returns the missed reply, or []; raises Gone for a lost session."""
         await link.send(wire.Resume(self._id, self._seq, self._received))
         found = await link.receive(wire.Resumed)
         if not max(self._seq, 0) <= found.seq <= self._request.seq:  # Open's reply has number 0
             raise Gone(f"the server's last reply is {found.seq}: another session")
         self._streaming = None if found.seq == self._seq else -1
         if found.seq == self._seq or isinstance(self._request, wire.Stream):
-            return []  # the parts of a stream come one by one, from the first
-        if isinstance(self._request, wire.Open):  # its reply comes from the beginning
+            return []  # `next_part` receives the parts of a stream, from the first
+        if isinstance(self._request, wire.Open):  # the server repeats the whole reply
             await link.receive(wire.Opened)
         return await self._reply(link)
 
     async def _opened(self, link: Link) -> list[wire.Committed]:
-        """Opens a session with the text so far, and returns the reply.
+        """Opens a session with all settled tokens, and returns the reply.
 
-        The root is part of the text if there is one. With policy `keep` so is the tail.
+        The tokens include the root once the answer has one, and the tail with policy `keep`.
         """
         if self._options.policy == "keep":
             self._text.keep_tail()
@@ -238,7 +238,7 @@ class RemoteSession:
 
     @property
     def room(self) -> int:
-        """Number of draft nodes that both the server and the answer have room for."""
+        """Most draft nodes within the limits of the server and of the answer."""
         return min(self.link.welcome.max_nodes, self._text.room - 1)
 
     async def ask(self, kind: type[SessionRequest], *fields: Any) -> None:
@@ -247,10 +247,10 @@ class RemoteSession:
         await self.link.send(self._request)
 
     async def reply(self) -> list[wire.Committed]:
-        """Receives the reply to the last request, which `take` then checks.
+        """Receives the reply to the last request; the caller passes it to `take`.
 
-        Rows of tokens that the request gave are held back at once, so that no other link has to
-        bring them again. Repeats of earlier replies are skipped. Raises Lost for a part that
+        Stores rows of tokens that the request gave on arrival, so that a later link does not
+        transfer these rows again. Skips repeats of earlier replies. Raises Lost for a part that
         leaves a gap.
         """
         return await self._reply(self.link)
@@ -274,14 +274,14 @@ class RemoteSession:
                 return parts
 
     def take_held(self) -> list[TokenRows]:
-        """Hands over the parts that were held back."""
+        """Returns the stored parts and clears the store."""
         found, self._held = self._held, []
         return found
 
     def take(self, parts: Sequence[wire.Committed]) -> CheckedReply:
-        """Checks a whole reply, which the text then goes on with.
+        """Checks a complete reply and returns its content.
 
-        Raises Lost, and has changed nothing, for one that does not answer the last request.
+        Raises Lost, and changes nothing, for a reply that does not fit the last request.
         """
         request, tokens = self._request, parts[-1].tokens
         whole = [*self._text.settled, *tokens]
@@ -300,7 +300,7 @@ class RemoteSession:
         return CheckedReply(tokens, parts[-1].done, is_kept, [*self.take_held(), *rows])
 
     async def next_part(self) -> CheckedReply:
-        """The next part of what the target writes alone; it is asked for only once."""
+        """The next part of the target's stream; the first call sends the Stream request."""
         begin = time.perf_counter()
         if self._streaming is None:
             await self.ask(wire.Stream)

@@ -1,7 +1,7 @@
-"""What the parts of a client share: its options, the text of one answer, and what that cost.
+"""Shared state of the client: options, the sequence of one answer, and counters.
 
 prompt | verified ............ root | tail
-`settled` ........................  | written without a link; may be rewritten
+`settled` ........................  | drafted without a link; may be rewritten
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Literal, NamedTuple
 
 from moa_jax.config import DraftShape
 
-Policy = Literal["keep", "verify"]  # what happens to text that was written without a link
+Policy = Literal["keep", "verify"]  # for tokens that were drafted without a link
 
 
 @dataclasses.dataclass(frozen=True)
 class ClientOptions:
-    """How a client drafts, and how it behaves when its link fails."""
+    """Options for drafting and for the behavior without a link."""
 
-    shape: DraftShape | None = None  # of a tree; None drafts chains
-    lengths: tuple[int, ...] = (1, 2, 3, 5, 7, 11, 15)  # levels to choose from; () drafts nothing
+    shape: DraftShape | None = None  # of a draft tree; None drafts chains
+    lengths: tuple[int, ...] = (1, 2, 3, 5, 7, 11, 15)  # candidate levels; () drafts nothing
     draft_ahead: bool = True
     policy: Policy = "verify"
-    patience: float = 60.0  # seconds that a live server may take for a reply: slots may be full
-    reconnect_seconds: float = 30.0  # how long a finished but unverified answer waits for a link
-    slowdown: float = 1.0  # drafting takes this many times as long, to play a slower device
-    stream: bool = False  # the target writes alone, as behind an API; needs empty `lengths`
+    patience: float = 60.0  # longest wait (s) for a reply of a live server; slots may be full
+    reconnect_seconds: float = 30.0  # longest wait of a finished, unverified answer for a link
+    slowdown: float = 1.0  # factor on the drafting time, to emulate a slower device
+    stream: bool = False  # the target decodes alone, as in an API; needs empty `lengths`
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Depths of a draft to choose from. A tree has two, because each is a program."""
+        """Candidate draft depths; a tree has only two, because each depth is a program."""
         if self.shape is None:
             return self.lengths
         most = self.shape.depth - 1
@@ -39,7 +39,7 @@ class ClientOptions:
 
     @property
     def shapes(self) -> tuple[DraftShape, ...]:
-        """The trees that may be drafted."""
+        """The candidate draft trees."""
         if self.shape is None:
             return ()
         return tuple(dataclasses.replace(self.shape, depth=1 + level) for level in self.levels)
@@ -47,13 +47,13 @@ class ClientOptions:
 
 @dataclasses.dataclass
 class Counts:
-    """What one answer cost."""
+    """Counters and times of one answer."""
 
     rounds: int = 0  # drafts that the server verified
-    drafted: int = 0  # tokens
-    ahead: int = 0  # rounds whose draft was made ahead
-    prompts: int = 0  # times that the server read given tokens: the prompt, and replays
-    drops: int = 0  # links that were lost
+    drafted: int = 0  # draft tokens
+    ahead: int = 0  # rounds with a draft made ahead
+    prompts: int = 0  # prefills of given tokens on the server: the prompt, and replays
+    drops: int = 0  # lost links
     rewritten: int = 0  # unverified tokens that the target replaced
     drafting_s: float = 0.0
     waiting_s: float = 0.0  # for replies, with nothing left to draft
@@ -65,20 +65,20 @@ class Counts:
 
 
 class AnswerEvent(NamedTuple):
-    """Tells a reader that the answer grew or shrank, or that something happened to the link."""
+    """A change of the answer's length, or of the link."""
 
-    verified: int  # leading tokens of the answer that will not change, kept ones included
+    verified: int  # leading answer tokens that will not change, including kept ones
     notice: str = ""  # about the link
 
 
 class AnswerText:
-    """Tokens of a prompt and its answer; knows nothing of links or drafters."""
+    """The tokens of a prompt and its answer, independent of links and drafters."""
 
     def __init__(self, prompt: Sequence[int], total: int, stop_ids: Sequence[int]) -> None:
-        """Prompt and answer have at most `total` tokens together."""
+        """`total` limits the tokens of prompt and answer together."""
         self.prompt, self.total, self.stops = list(prompt), total, frozenset(stop_ids)
         self.settled, self.tail = list(prompt), []
-        self.kept = [False] * len(prompt)  # for each settled token: kept without verification
+        self.kept = [False] * len(prompt)  # per settled token: kept without verification
 
     @property
     def whole(self) -> list[int]:
@@ -87,7 +87,7 @@ class AnswerText:
 
     @property
     def answer(self) -> list[int]:
-        """The answer so far, its tail included."""
+        """The answer so far, including the tail."""
         return self.whole[len(self.prompt) :]
 
     @property
@@ -97,25 +97,25 @@ class AnswerText:
 
     @property
     def room(self) -> int:
-        """Number of tokens that still fit after the settled ones."""
+        """Number of further tokens that fit after the settled tokens."""
         return self.total - len(self.settled)
 
     @property
     def is_written(self) -> bool:
-        """Whether the answer would end with this tail."""
+        """Whether the answer ends with the current tail."""
         return bool(self.tail) and self.tail[-1] in self.stops or len(self.whole) >= self.total
 
     def end_of(self, tokens: Sequence[int]) -> str:
-        """Why an answer ends after these tokens ("stop", "length"), or "" if it goes on.
+        """The finish reason after these tokens: "stop", "length", or "" if the answer goes on.
 
-        `tokens` begin with the prompt.
+        `tokens` start with the prompt.
         """
         if len(tokens) > len(self.prompt) and tokens[-1] in self.stops:
             return "stop"
         return "length" if len(tokens) >= self.total else ""
 
     def settle(self, tokens: Sequence[int], *, kept: bool = False) -> None:
-        """Appends tokens that will not change; `kept` ones were not verified."""
+        """Appends tokens that will not change; `kept` marks unverified tokens."""
         self.settled += tokens
         self.kept += [kept] * len(tokens)
 
@@ -156,5 +156,5 @@ class AnswerText:
         self.settled, self.kept = self.settled[:end], self.kept[:end]
 
     def event(self, notice: str = "") -> AnswerEvent:
-        """The present state of the answer, with a notice."""
+        """The event for the current answer, with a notice."""
         return AnswerEvent(len(self.settled) - len(self.prompt), notice)

@@ -1,12 +1,12 @@
-"""The server's half of split decoding: sessions share the target in common passes.
+"""The server side of split decoding: sessions share the target in batched passes.
 
-One request passes through these files from top to bottom, and its reply comes back up:
+A request passes through these files from top to bottom, and its reply from bottom to top:
 
     app.py         SplitServer: WebSocket, /health and /metrics; Connection: one client's messages
-    service.py     Service: batches of drafts and chunks of prompts by turns, and replies
-    sessions.py    SplitSession and ReplyBuffer: one client's text; SlotQueue: who has a slot
+    service.py     Service: alternates batches of drafts with chunks of prompts, sends replies
+    sessions.py    SplitSession, ReplyBuffer: one client's sequence; SlotQueue: slot assignment
     slots.py       in moa_jax/split: the target and the caches of all sessions
 
-Beside them metrics.py has what /metrics says, and infer/http what all servers share: the
+metrics.py has the metrics of /metrics. infer/http has the parts that all servers share: the
 address, HTTP connections, signals, the log.
 """

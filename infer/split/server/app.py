@@ -1,13 +1,13 @@
 """The server's HTTP side: WebSocket /v1/split, GET /health, GET /metrics.
 
-A connection says Hello, then opens or resumes one session at a time:
+A connection sends Hello, then opens or resumes one session at a time:
 
     Hello -> Welcome    Open -> Opened, Committed...      Verify, Read, Stream -> Committed...
                         Resume -> Resumed, Committed...   Close
 
-A message that is out of place is answered by a Fault, and a fatal Fault ends the connection. The
-server itself goes on. One coroutine reads a connection, and one at a time sends to it. A client
-that does not accept messages loses its connection but keeps its slot, as if its link had died.
+The server answers an unexpected message with a Fault; a fatal Fault ends the connection, but not
+the server. Per connection, one coroutine receives and at most one sends. A client that does not
+accept messages loses its connection but keeps its slot, as after a lost link.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ POLICY, GOING_AWAY, TRY_LATER = 1008, 1001, 1013  # close codes of WebSocket
 
 @dataclasses.dataclass(frozen=True)
 class ConnectionLimits:
-    """What one connection may do, and how long it may take."""
+    """Limits and timeouts of one connection."""
 
-    token: str | None = None  # which clients must present; None lets anyone in
+    token: str | None = None  # required bearer token; None accepts every client
     max_clients: int = 64
     max_message_bytes: int = 1 << 20
-    max_requests_per_second: float = 500.0  # beyond that, requests wait
+    max_requests_per_second: float = 500.0  # further requests are delayed
     hello_seconds: float = 10.0
     idle_seconds: float = 300.0
-    send_seconds: float = 10.0  # that a client may take to accept a message
+    send_seconds: float = 10.0  # most seconds until a client accepts a message
 
 
 class SplitServer:
-    """The application and what its connections share."""
+    """The ASGI application and the state that its connections share."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class SplitServer:
         self.metrics = service.metrics
         self.connections: set[Connection] = set()
         offered = service.limits
-        # Longer prompts than --max-prompt are decoded, so that the service can refuse them.
+        # Messages may hold prompts above --max-prompt; the service refuses those.
         self.message_limits = wire.MessageLimits(
             max_tokens=max(offered.max_tokens, limits.max_message_bytes // 4),
             max_nodes=offered.max_nodes,
@@ -90,7 +90,7 @@ class SplitServer:
             yield
 
     async def drain(self, seconds: float) -> None:
-        """Refuses new sessions, gives running ones this long, then ends all connections."""
+        """Refuses new sessions, waits up to `seconds` for running ones, ends all connections."""
         self.log("drain", sessions=self.service.num_connected)
         self.service.drain()
         end = time.monotonic() + seconds
@@ -102,7 +102,7 @@ class SplitServer:
             await asyncio.sleep(0.05)
 
     async def _split(self, websocket: WebSocket) -> None:
-        """Serves one connection, or refuses its upgrade."""
+        """Serves one connection, or refuses the upgrade."""
         refusal = self._refusal(websocket)
         if refusal is not None:
             self.metrics.refused.labels(str(refusal.status_code)).inc()
@@ -112,7 +112,7 @@ class SplitServer:
         await Connection(self, websocket).run()
 
     async def _health(self, request: Request) -> Response:
-        """Status 200 while the server takes sessions; 503 while it drains or its target fails."""
+        """Status 200 while the server accepts sessions; 503 while it drains or its target fails."""
         service = self.service
         state = "draining" if service.draining else "ok" if service.healthy else "failing"
         return JSONResponse({"status": state}, status_code=200 if state == "ok" else 503)
@@ -123,11 +123,11 @@ class SplitServer:
         return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     def _refusal(self, websocket: WebSocket) -> Response | None:
-        """The answer to a connection that is not upgraded; None for one that is."""
+        """The HTTP response that refuses an upgrade; None for an accepted connection."""
         if not self._knows_token(websocket):
             return _unauthorized()
         if self.limits.token is None and "origin" in websocket.headers:
-            # Any page that a user of this machine opens could speak to its own address.
+            # A web page in a local browser could otherwise connect to this server.
             return PlainTextResponse("no web page is let in: use infer.client\n", 403)
         if len(self.connections) >= self.limits.max_clients:
             return PlainTextResponse("too many clients: try again later\n", 503)
@@ -148,15 +148,15 @@ class Connection:
         self._limits = server.limits
         self._session: SplitSession | None = None
         self._encoding: Encoding | None = None  # None before Hello
-        self._opening: int | None = None  # seq of an Open that waits for a slot
-        self._sending: asyncio.Task[None] | None = None  # there is never more than one
-        self._reply: ReplyBuffer | None = None  # the one that is being sent
+        self._opening: int | None = None  # seq of an Open that is waiting for a slot
+        self._sending: asyncio.Task[None] | None = None  # at most one at a time
+        self._reply: ReplyBuffer | None = None  # the reply that is being sent
         self._end: asyncio.Future[Refused | None] = asyncio.get_running_loop().create_future()
-        self._seen = self._owed = 0.0  # time of the last message; seconds ahead of the rate
+        self._seen = self._owed = 0.0  # time of the last message; seconds ahead of the rate limit
         self._counts = {"messages": 0, "bytes_up": 0, "bytes_down": 0}
 
     async def run(self) -> None:
-        """Serves the connection to its end; never raises for what a client does."""
+        """Serves the connection until it ends; client errors never raise."""
         self._server.connections.add(self)
         self._server.metrics.clients.set(len(self._server.connections))
         client = self._websocket.client
@@ -167,7 +167,7 @@ class Connection:
             reading = asyncio.create_task(self._read())
             await asyncio.wait([reading, self._end], return_when=asyncio.FIRST_COMPLETED)
             if not self._end.done():
-                reading.result()  # its exception, if it has one
+                reading.result()  # raises the exception of `reading`, if any
         except (WebSocketDisconnect, OSError):
             pass
         except Exception as error:
@@ -176,7 +176,7 @@ class Connection:
         finally:
             await _cancelled(reading, self._sending)
             if self._session is not None and self._session.owner == self._lose:
-                self._service.disconnect(self._session)  # it waits for its client to come back
+                self._service.disconnect(self._session)  # the session waits for its client
             self.end(None)
             await self._say_goodbye()
             self._server.connections.discard(self)
@@ -184,12 +184,12 @@ class Connection:
             self._log("disconnect", **self._counts)
 
     def end(self, refused: Refused | None) -> None:
-        """Ends the connection; a refusal is sent as its last message."""
+        """Ends the connection; sends `refused`, if given, as the last message."""
         if not self._end.done():
             self._end.set_result(refused)
 
     async def _say_goodbye(self) -> None:
-        """Sends the last Fault and closes the WebSocket, if the client still accepts that."""
+        """Sends the last Fault and closes the WebSocket; ignores errors."""
         refused = self._end.result()
         with contextlib.suppress(Exception):  # the socket may be in any state
             if refused is not None:
@@ -199,14 +199,14 @@ class Connection:
                 await self._websocket.close(code if refused else TRY_LATER)
 
     def _lose(self, refused: Refused) -> None:
-        """Called when another connection takes the session over."""
+        """Callback for another connection that takes over the session."""
         self._session = None
         self.end(refused)
 
-    # ---- what comes in --------------------------------------------------------------------
+    # ---- receiving ------------------------------------------------------------------------
 
     async def _read(self) -> None:
-        """Handles messages one by one until the connection ends."""
+        """Handles messages in order until the connection ends."""
         while not self._end.done():
             try:
                 message = wire.decode_up(await self._receive(), self._server.message_limits)
@@ -219,7 +219,7 @@ class Connection:
                 await self._refuse(refused)
 
     async def _receive(self) -> bytes:
-        """The next message, if it comes in time; too frequent ones are delayed."""
+        """The next message; enforces the idle timeout and delays messages above the rate limit."""
         limit = self._limits.idle_seconds if self._encoding else self._limits.hello_seconds
         while True:
             try:
@@ -238,12 +238,12 @@ class Connection:
         now, each = time.monotonic(), 1 / self._limits.max_requests_per_second
         self._owed = max(self._owed - (now - self._seen), 0.0) + each
         self._seen = now
-        if self._owed > 1:  # messages came a second ahead of their rate
+        if self._owed > 1:  # more than one second ahead of the rate limit
             await asyncio.sleep(each)
-        return data if data is not None else event["text"]  # which the decoder refuses
+        return data if data is not None else event["text"]  # the decoder rejects str
 
     def _end_idle(self, seconds: float) -> Exception:
-        """Ends the session of a silent client; returns the exception that ends the reading."""
+        """Ends the session of an idle client; returns the exception that ends `_read`."""
         if self._session is not None:
             self._service.close(self._session, "idle")
             self._session = None
@@ -253,7 +253,7 @@ class Connection:
         return WebSocketDisconnect(POLICY)
 
     async def _handle(self, message: wire.Up) -> None:
-        """Does what a message asks for; raises Refused if that is not possible."""
+        """Executes a message; raises Refused if the message is not allowed now."""
         if isinstance(message, wire.Hello):
             return await self._greet(message)
         if self._encoding is None:
@@ -283,7 +283,7 @@ class Connection:
     async def _open(self, request: wire.Open) -> None:
         session = self._session
         if request.seq == self._opening:
-            return  # a repeated request whose session is being opened
+            return  # a repeated Open; the session is being opened already
         if session and request.seq == session.reply.seq == session.request.seq:
             return await self._deliver(session.reply)
         if session is not None or self._opening is not None:
@@ -293,7 +293,7 @@ class Connection:
         self._spawn(self._open_and_send(request))
 
     async def _open_and_send(self, request: wire.Open) -> None:
-        """Waits for a slot while messages are read, which shows whether the client leaves."""
+        """Waits for a slot; `_read` runs meanwhile and detects a disconnect."""
         try:
             self._session = await self._service.open(request, self._encoding, self._lose)
         except Refused as refused:
@@ -312,15 +312,16 @@ class Connection:
         if request.seq < reply.seq:
             await self._deliver(reply)
 
-    # ---- what goes out --------------------------------------------------------------------
+    # ---- sending --------------------------------------------------------------------------
 
     async def _deliver(self, reply: ReplyBuffer) -> None:
-        """Sends the parts of a reply as they come, while further messages are read.
+        """Starts a task that sends the parts of a reply, while `_read` continues.
 
-        Waits until the reply before is sent: a client that asks without reading is not read either.
+        Waits first until the previous reply is sent: the server stops reading from a client that
+        sends requests without reading replies.
         """
         if reply is self._reply:
-            return  # a repeated request whose reply is being sent
+            return  # a repeated request; its reply is being sent already
         if self._sending is not None:
             await asyncio.wait([self._sending])
         self._reply = reply
@@ -341,7 +342,7 @@ class Connection:
                 self._reply = None
 
     def _spawn(self, sending: Coroutine[Any, Any, None]) -> None:
-        """Sends while messages are read; an exception of ours ends the connection."""
+        """Runs `sending` as a task; an unexpected exception ends the connection."""
         self._sending = asyncio.create_task(sending)
         self._sending.add_done_callback(self._note_sent)
 
@@ -363,7 +364,7 @@ class Connection:
         await self._send(wire.encode(wire.Fault(refused.code, text, fatal)))
 
     async def _send(self, data: bytes) -> None:
-        """Sends a message; TimeoutError if the client does not accept it in time."""
+        """Sends a message; raises TimeoutError if the client does not accept it in time."""
         try:
             async with asyncio.timeout(self._limits.send_seconds):
                 await self._websocket.send_bytes(data)
@@ -376,7 +377,7 @@ class Connection:
 
 
 async def _cancelled(*tasks: asyncio.Task[None] | None) -> None:
-    """Cancels tasks and waits until they have ended."""
+    """Cancels tasks and waits until all are done."""
     running = [task for task in tasks if task is not None]
     for task in running:
         task.cancel()

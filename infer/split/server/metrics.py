@@ -1,4 +1,4 @@
-"""The server's metrics in Prometheus' text format; the names for drafts are those of vLLM."""
+"""The server's metrics in Prometheus text format; draft metrics have vLLM's names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class ServerMetrics:
-    """Counters, gauges and histograms of one server, in a registry of its own."""
+    """Counters, gauges and histograms of one server, in its own registry."""
 
     def __init__(self) -> None:
         own = {"registry": CollectorRegistry()}
@@ -44,7 +44,7 @@ class ServerMetrics:
         self.failures = Counter("split_failures", "Exceptions of the server itself", **own)
 
     def count_draft(self, drafted: int, accepted: int, committed: int) -> None:
-        """Counts one verification; without drafted tokens it is a plain decoding step."""
+        """Counts one verification; `drafted` = 0 is a plain decoding step."""
         self.drafts.inc(bool(drafted))
         self.draft_tokens.inc(drafted)
         self.accepted.inc(accepted)
@@ -53,5 +53,5 @@ class ServerMetrics:
             self.accepted_at.labels(str(position)).inc()
 
     def text(self) -> bytes:
-        """All metrics as Prometheus reads them."""
+        """All metrics in Prometheus text format."""
         return generate_latest(self._registry)

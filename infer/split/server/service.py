@@ -1,15 +1,15 @@
-"""Serves sessions with the target: their requests, its passes in turn, and replies.
+"""Serves sessions with the target: queues requests, runs passes and returns replies.
 
     sessions --submit--> waiting (one request each) --batch--> worker thread: Slots
         ^                                                           |
         +----- parts of the reply, encoded <---- encoder thread ----+
 
-Everything here runs in the event loop, with two exceptions: one worker thread calls `Slots`, and
-one encoder thread encodes replies. What the target does next, which drafts are a batch and which
-chunks of prompts are read between two of them, `moa_jax.decode.order` says, as in the engine.
+All code runs in the event loop, with two exceptions: one worker thread calls `Slots`, and one
+encoder thread encodes replies. `moa_jax.decode.order` schedules the target as in the engine: it
+picks the batch of drafts and the chunks of prompts between two batches.
 
-Replies stay encoded until the next request, so a client that lost its connection or asks twice
-gets the same bytes. A client that reads slowly never holds up the worker.
+An encoded reply is kept until the next request, so a client that reconnects or repeats a request
+receives the same bytes. A client that reads slowly never blocks the worker.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from moa_jax.errors import InputError
 from moa_jax.split import wire
 from moa_jax.split.slots import DraftRequest, Reply, Slots
 
-MOST_UNREAD = 64  # parts of a stream that wait to be sent, before the target pauses it
-MOST_FAILURES = 3  # in a row, after which the server calls itself unhealthy
+MOST_UNREAD = 64  # unsent parts of a stream at which its decoding pauses
+MOST_FAILURES = 3  # consecutive failures after which the server reports unhealthy
 
 
 class Service:
-    """Serves sessions with `Slots`; an asynchronous context in which the worker runs.
+    """Serves sessions with `Slots`; an async context manager that runs the worker.
 
-    `slots` were made for the same `limits`, and nothing else may use them.
+    `slots` must have been created for the same `limits`, and no other code may use them.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
         text_of: Callable[[list[int]], str] | None = None,
     ) -> None:
-        """With `text_of` the log holds texts; it decodes tokens."""
+        """`text_of` decodes tokens; with it the log holds prompts and answers."""
         self.limits, self.metrics = limits, metrics
         self._slots, self._log, self._clock, self._text_of = slots, log, clock, text_of
         self._sessions: dict[str, SplitSession] = {}
         self._queue = SlotQueue(limits, metrics, self._evict)
-        self._drafts: list[SplitSession] = []  # the oldest first
-        self._readers: list[SplitSession] = []  # the oldest first
+        self._drafts: list[SplitSession] = []  # oldest first
+        self._readers: list[SplitSession] = []  # oldest first
         self._turns = Turns[SplitSession](
             prompts=self._to_read,
             left=lambda session: session.reading.left,
@@ -98,7 +98,7 @@ class Service:
 
     @property
     def healthy(self) -> bool:
-        """Whether the target works; False after several failures in a row."""
+        """False after MOST_FAILURES consecutive failures, or if a background task has ended."""
         return self._failures < MOST_FAILURES and not any(task.done() for task in self._tasks)
 
     @property
@@ -112,17 +112,18 @@ class Service:
         return sum(session.owner is not None for session in self._sessions.values())
 
     def drain(self) -> None:
-        """Refuses new sessions from now on, also those that wait for a slot."""
+        """Refuses new sessions from now on, including sessions that wait for a slot."""
         self._queue.close()
 
-    # ---- what connections ask for ---------------------------------------------------------
+    # ---- requests of connections ----------------------------------------------------------
 
     async def open(
         self, request: wire.Open, encoding: Encoding, owner: Callable[[Refused], None]
     ) -> SplitSession:
-        """Starts a session once a slot is free; its reply is Opened and then Committed messages.
+        """Starts a session once a slot is free; the reply is Opened, then Committed messages.
 
-        `owner` is called if another connection takes the session over. Raises Refused.
+        Calls `owner` if another connection takes over the session. Raises Refused for a prompt or
+        session above the limits, and if no slot becomes free in time.
         """
         limits, count = self.limits, len(request.tokens)
         prompt = request.prompt_length if request.root_given else count
@@ -154,9 +155,10 @@ class Service:
     def resume(
         self, request: wire.Resume, encoding: Encoding, owner: Callable[[Refused], None]
     ) -> SplitSession:
-        """Gives a session to another connection; raises Refused if the session is gone.
+        """Moves a session to another connection; raises Refused if the session is gone.
 
-        A connection that still has the session, perhaps half open, loses it.
+        Another connection that still owns the session, perhaps half open, loses the session. Raises
+        Refused, too, for another encoding and for a `seq` after the last reply.
         """
         session = self._sessions.get(request.session)
         if session is None:
@@ -175,9 +177,10 @@ class Service:
     def submit(
         self, session: SplitSession, request: wire.Verify | wire.Read | wire.Stream
     ) -> ReplyBuffer:
-        """Queues a session's next request; a repeated request gets the reply that it had.
+        """Queues a session's next request; a repeated request gets the previous reply.
 
-        Raises Refused for a request that comes too early, is out of order or does not fit.
+        Raises Refused for a closed or finished session, a request out of order or before the
+        previous reply is complete, too many tokens, and two equal children of a node.
         """
         if request.seq == session.reply.seq:
             return session.reply
@@ -214,18 +217,18 @@ class Service:
         return session.reply
 
     def disconnect(self, session: SplitSession) -> None:
-        """Keeps the slot of a session whose connection was lost, for some time."""
+        """Marks the connection of a session as lost; the slot is kept for `resume_seconds`."""
         session.owner, session.lost_at = None, self._clock()
 
     def close(self, session: SplitSession, reason: str) -> None:
-        """Ends a session and frees its slot; a request under way ends with Fault `gone`."""
+        """Ends a session and frees its slot; a pending request ends with Fault `gone`."""
         if session.closed:
             return
         session.closed, session.draft, session.reading = True, None, None
         del self._sessions[session.id]
         if not session.reply.complete:
             session.reply.refuse(Refused("gone", f"this session has ended ({reason}): replay it"))
-        # The worker keeps the order of its work: it closes the slot before it opens it again.
+        # The worker runs jobs in order, so the slot is closed before it is opened again.
         self._on_worker(self._close_slot, session).add_done_callback(self._note_failure)
         self.metrics.sessions.set(len(self._sessions))
         self._queue.give_back()
@@ -235,7 +238,7 @@ class Service:
     # ---- sessions that lost their connection ----------------------------------------------
 
     async def _expire(self) -> None:
-        """Ends sessions whose clients do not come back in time."""
+        """Ends sessions whose clients do not resume in time."""
         while True:
             await asyncio.sleep(min(1.0, self.limits.resume_seconds / 4))
             oldest = self._clock() - self.limits.resume_seconds
@@ -243,20 +246,20 @@ class Service:
                 if session.owner is None and session.lost_at <= oldest:
                     self._log("expire", session=session.id[:8])
                     self.close(session, "expired")
-            if self._queue.num_waiting:  # a connection may have been lost meanwhile
+            if self._queue.num_waiting:  # a session may have lost its connection meanwhile
                 self._evict()
 
     def _evict(self) -> bool:
-        """Ends the session that lost its connection first; False if all have theirs."""
+        """Ends the session that lost its connection first; False if all sessions are connected."""
         lost = [session for session in self._sessions.values() if session.owner is None]
         if lost:
             self.close(min(lost, key=lambda session: session.lost_at), "evicted")
         return bool(lost)
 
-    # ---- the work -------------------------------------------------------------------------
+    # ---- work loop ------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        """Reads chunks and verifies a batch, again and again; no exception ends it."""
+        """Prefills chunks and verifies batches in a loop that no exception ends."""
         while True:
             self._wake.clear()
             busy = False
@@ -274,24 +277,24 @@ class Service:
                 await self._wake.wait()
 
     async def _caches_are_lost(self) -> bool:
-        """Whether an exception of `Slots` took all sessions' rows; there are new caches then."""
+        """Whether an exception of `Slots` lost all caches; allocates new ones in that case."""
         try:
             return await self._on_worker(self._slots.recover)
-        except Exception as error:  # no memory for new caches, perhaps: the next pass tries again
+        except Exception as error:  # perhaps no memory for new caches; the next pass tries again
             self._fail([], error)
             return True
 
     def _to_verify(self) -> list[SplitSession]:
-        """Sessions with a draft; some may have been closed since it came."""
+        """Sessions with a pending draft; drops sessions that were closed meanwhile."""
         self._drafts = [session for session in self._drafts if session.draft is not None]
         return self._drafts
 
     async def _verify(self, sessions: list[SplitSession]) -> None:
-        """Verifies the drafts of some sessions in one pass."""
+        """Verifies the drafts of `sessions` in one pass."""
         batch = [(session, session.draft) for session in sessions]
         for session in sessions:
             session.draft = None
-        self._to_verify()  # leaves them out, for the next ones may come before the pass has ended
+        self._to_verify()  # removes them; their next drafts may arrive during the pass
         began = time.perf_counter()
         results = await self._on_worker(self._verify_slots, batch)
         self._failures = 0
@@ -315,13 +318,13 @@ class Service:
             self._stream_on(session)
 
     def _refuse(self, session: SplitSession, error: str) -> None:
-        """Ends a session whose target gave no finite logits."""
+        """Ends a session whose logits were not finite."""
         self._log("error", what=error, session=session.id[:8])
         session.reply.refuse(Refused("not_finite", error))
         self.close(session, "not_finite")
 
     def _stream_on(self, session: SplitSession) -> None:
-        """Queues the next token of a stream, unless its reader is too far behind."""
+        """Queues the next token of a stream, unless MOST_UNREAD parts are unsent."""
         if session.paused and not session.closed and session.reply.unread < MOST_UNREAD:
             session.paused = False
             session.draft = wire.Verify(session.reply.seq, [], [])
@@ -329,12 +332,12 @@ class Service:
             self._wake.set()
 
     def _to_read(self) -> list[SplitSession]:
-        """Sessions with something to read; some may have been closed since they came."""
+        """Sessions with tokens to prefill; drops sessions that were closed meanwhile."""
         self._readers = [session for session in self._readers if session.reading is not None]
         return self._readers
 
     async def _read_chunk(self, session: SplitSession) -> None:
-        """Reads the next chunk of what a session has to read."""
+        """Prefills the next chunk of a session's pending tokens."""
         reading = session.reading
         chunk = reading.chunk(self.limits.chunk)
         self._turns.was_read(reading.has_root + len(chunk))
@@ -344,7 +347,7 @@ class Service:
         try:
             pick_root = last and reading.pick_root
             result = await self._on_worker(self._read_slot, session, chunk, pick_root)
-        except InputError as error:  # a limit that only `Slots` knows
+        except InputError as error:  # a limit that only `Slots` checks
             session.reply.refuse(Refused("too_long", str(error)))
             self.close(session, "refused")
             return
@@ -367,7 +370,7 @@ class Service:
             result = result._replace(tokens=[], done="")
         self._publish(session, without_known(result, session.request.known), last)
 
-    # ---- on the worker --------------------------------------------------------------------
+    # ---- worker thread --------------------------------------------------------------------
 
     def _on_worker(self, work: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._worker, work, *arguments)
@@ -378,7 +381,7 @@ class Service:
         )
 
     def _read_slot(self, session: SplitSession, chunk: list[int], pick_root: bool) -> Reply:
-        if session.slot is None:  # this is the first chunk
+        if session.slot is None:  # the first chunk
             given = session.request
             session.slot = self._slots.open(
                 Sampling(**given.sampling), given.stop_ids, given.total, given.prompt_length
@@ -389,10 +392,10 @@ class Service:
         if session.slot is not None:
             self._slots.close(session.slot)
 
-    # ---- what goes out --------------------------------------------------------------------
+    # ---- replies --------------------------------------------------------------------------
 
     def _publish(self, session: SplitSession, result: Reply, last: bool) -> None:
-        """Has the encoder thread encode a result and adds its parts, in order, to the reply."""
+        """Encodes a result on the encoder thread and adds its parts, in order, to the reply."""
         if session.closed or not (last or result.count or result.tokens):
             return
         reply = session.reply
@@ -431,7 +434,7 @@ class Service:
             self._fail([], error)
 
     def _fail(self, sessions: list[SplitSession], error: BaseException) -> None:
-        """Notes an exception of ours and ends the sessions whose slots it may have spoilt."""
+        """Logs an internal exception and ends the sessions whose slots it may have corrupted."""
         self._failures += 1
         self.metrics.failures.inc()
         self._log("error", what=place_of(error), sessions=len(sessions))

@@ -1,9 +1,9 @@
-"""The server's view of one client: its session, the reply to its last request, its slot.
+"""The server's state per client: its session, the reply to its last request, its slot.
 
-SplitSession   one client's text, in a slot that SlotQueue handed out
+SplitSession   one client's sequence, in a slot assigned by SlotQueue
 ReplyBuffer    the encoded parts of one reply, kept until the next request
-PendingRead    tokens that a session has yet to read, a chunk at a time
-SlotQueue      who has a slot, and who waits for one
+PendingRead    the tokens that a session has yet to prefill, in chunks
+SlotQueue      slot assignment, and the queue of clients that wait for a slot
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from moa_jax.split import rows, wire
 from moa_jax.split.slots import Reply
 
 FATAL = {"version", "pairing", "token", "state", "message"}  # codes that end the connection
-PART_BYTES = 32 << 10  # of rows in one part: a link counts as lost that takes too long for one
+PART_BYTES = 32 << 10  # of rows per part; a part that arrives too late counts as a lost link
 
 
 class Refused(Exception):
-    """The refusal of a request; it becomes a Fault."""
+    """A refused request; the server sends a Fault with `code` and `text`."""
 
     def __init__(self, code: wire.FaultCode, text: str) -> None:
         self.code, self.text = code, text
@@ -35,70 +35,70 @@ class Refused(Exception):
 
     @property
     def fatal(self) -> bool:
-        """Whether it ends the connection."""
+        """Whether the refusal ends the connection."""
         return self.code in FATAL
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerLimits:
-    """How much one server offers, to how many clients, and for how long."""
+    """Limits of a server: slots, session sizes, queue length and timeouts."""
 
     num_slots: int = 4
     max_prompt: int = 4096
-    max_tokens: int = 8192  # of one session, prompt included
-    max_nodes: int = MAX_DEPTH - 1  # of one draft, the root left out
-    chunk: int = 128  # tokens of a prompt that are read at once
-    max_queue: int = 32  # clients that wait for a slot
-    queue_seconds: float = 30.0  # that a client waits for a slot
-    resume_seconds: float = 60.0  # that a slot is kept for a client whose connection was lost
+    max_tokens: int = 8192  # per session, including the prompt
+    max_nodes: int = MAX_DEPTH - 1  # per draft, without the root
+    chunk: int = 128  # most tokens per prefill pass
+    max_queue: int = 32  # most clients that wait for a slot
+    queue_seconds: float = 30.0  # longest wait for a slot
+    resume_seconds: float = 60.0  # a slot is kept this long after its connection was lost
 
     def __post_init__(self) -> None:
-        if self.chunk < 2:  # the last root and one token more
+        if self.chunk < 2:  # the previous root and one new token
             raise InputError(f"a chunk of {self.chunk} tokens: choose 2 at least")
 
 
 class Encoding(NamedTuple):
-    """How a session's rows are sent."""
+    """The encoding of a session's rows."""
 
     codec: wire.Codec
     compress: bool
 
 
 class ReplyBuffer:
-    """The reply to one request, part by part as it is made; kept until the next request."""
+    """The encoded parts of the reply to one request, kept until the next request."""
 
     def __init__(self, seq: int) -> None:
         self.seq = seq
         self.parts: list[bytes] = []
-        self.known = 0  # rows that the client has: parts that hold no others are left out
+        self.known = 0  # rows that the client has; parts without further rows are skipped
         self.complete = False
         self.refused: Refused | None = None
-        self.on_read: Callable[[], None] | None = None  # called after each part was taken
+        self.on_read: Callable[[], None] | None = None  # called after `read` yielded a part
         self._changed = asyncio.Event()
         self._num_read = 0
-        self._ends: list[int] = []  # for each part, the row after its last; 0 without rows
+        self._ends: list[int] = []  # per part: last row + 1, or 0: never skipped
 
     @property
     def unread(self) -> int:
-        """Number of parts that were not taken yet."""
+        """Number of parts that `read` has not yielded yet."""
         return len(self.parts) - self._num_read
 
     def add(self, part: bytes, complete: bool, end: int = 0) -> None:
-        """Appends a part whose last row is `end` - 1, and wakes the readers."""
+        """Appends a part whose last row is `end` - 1 (0: no rows), and wakes the readers."""
         self.parts.append(part)
         self._ends.append(0 if complete else end)
         self.complete = complete
         self._wake()
 
     def refuse(self, refused: Refused) -> None:
-        """Ends the reply early; the first reason counts."""
+        """Ends the reply early; only the first call sets the reason."""
         self.refused = self.refused or refused
         self._wake()
 
     async def read(self) -> AsyncIterator[bytes]:
         """Yields the parts that the client does not have; raises Refused if the reply ends early.
 
-        Several readers may run, one after the other; each starts at the first part.
+        Several readers may run one after another; every reader starts at the first part.
         """
         index = 0
         while True:
@@ -121,58 +121,58 @@ class ReplyBuffer:
 
 
 class PendingRead(NamedTuple):
-    """Tokens that a session has yet to read, a chunk at a time."""
+    """The tokens that a session has yet to prefill, in chunks."""
 
     tokens: list[int]
-    pick_root: bool  # the target chooses a token after them
-    seen: int = 0  # tokens read so far
-    has_root: bool = False  # the next chunk also processes the present root
-    is_new: bool = False  # reading commits the tokens; otherwise they were committed before
+    pick_root: bool  # the target chooses the next token after `tokens`
+    seen: int = 0  # tokens prefilled so far
+    has_root: bool = False  # the next chunk also processes the current root
+    is_new: bool = False  # prefill commits the tokens; otherwise they were committed before
 
     @property
     def left(self) -> int:
-        """How many tokens were not read."""
+        """Number of tokens not prefilled yet."""
         return len(self.tokens) - self.seen
 
     def chunk(self, most: int) -> list[int]:
-        """The next tokens, so that a pass processes at most `most`."""
+        """The next tokens, for a pass that processes at most `most` tokens."""
         return self.tokens[self.seen : self.seen + most - self.has_root]
 
     def committed(self, root: int) -> list[int]:
-        """The tokens that reading them all commits; `root` is the last one, picked or given."""
+        """The tokens committed by the completed prefill; `root` is the last, picked or given."""
         return [root] if self.pick_root else self.tokens if self.is_new else []
 
 
 class SplitSession:
-    """One client's text on the server, with its slot and its last reply."""
+    """One client's sequence on the server, with its slot and its last reply."""
 
     def __init__(
         self, request: wire.Open, encoding: Encoding, owner: Callable[[Refused], None]
     ) -> None:
-        """`owner` tells a connection that it lost the session."""
+        """`owner` is called when another connection takes over the session."""
         self.id = secrets.token_hex(16)
         self.request, self.encoding = request, encoding
         self.slot: int | None = None  # only the worker sets it
-        self.length = len(request.tokens)  # committed tokens, the root included
-        self.finished = ""  # why the answer has ended, if it has
+        self.length = len(request.tokens)  # committed tokens, including the root
+        self.finished = ""  # finish reason, or "" while the answer goes on
         self.reply = ReplyBuffer(request.seq)
-        self.draft: wire.Verify | None = None  # waits for a pass
-        self.streaming = self.paused = False  # paused: a stream whose reader is too far behind
+        self.draft: wire.Verify | None = None  # pending, not in a pass yet
+        self.streaming = self.paused = False  # paused: too many unsent parts
         self.reading: PendingRead | None = PendingRead(request.tokens, not request.root_given)
-        self.owner: Callable[[Refused], None] | None = owner  # None: the connection was lost,
-        self.lost_at = 0.0  # at this time
+        self.owner: Callable[[Refused], None] | None = owner  # None after a lost connection
+        self.lost_at = 0.0  # time at which the connection was lost
         self.closed = False
         self.counts = {"rounds": 0, "drafted": 0, "accepted": 0, "resumed": 0}
         self.reply.add(wire.encode(wire.Opened(self.id)), complete=False)
 
 
 class SlotQueue:
-    """Hands out slots: first come, first served, up to a limit and a deadline."""
+    """Assigns slots in order of arrival, with a limit on queue length and waiting time."""
 
     def __init__(
         self, limits: ServerLimits, metrics: ServerMetrics, evict: Callable[[], bool]
     ) -> None:
-        """`evict` frees the slot of a session that lost its connection, if there is one."""
+        """`evict` frees the slot of a disconnected session, and returns False if none exists."""
         self.closed = False
         self._limits, self._metrics, self._evict = limits, metrics, evict
         self._free = limits.num_slots
@@ -185,14 +185,14 @@ class SlotQueue:
         return len(self._queue)
 
     def close(self) -> None:
-        """Refuses slots from now on, also to clients that wait."""
+        """Refuses slots from now on, including to waiting clients."""
         self.closed = True
         for waiter in self._queue:
             if not waiter.done():
                 waiter.set_exception(_draining())
 
     async def take(self) -> None:
-        """Waits for a slot; raises Refused if there is none in time."""
+        """Waits for a slot; raises Refused if none becomes free in time."""
         if self.closed:
             raise _draining()
         if self._free or (not self._queue and self._evict()):
@@ -209,7 +209,7 @@ class SlotQueue:
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self.give_back()  # a slot came just when the wait was over
+                self.give_back()  # a slot was assigned just as the wait ended
             if isinstance(error, TimeoutError):
                 raise Refused("busy", "no slot became free in time: try again later") from None
             raise
@@ -219,7 +219,7 @@ class SlotQueue:
             self._update_gauges()
 
     def give_back(self) -> None:
-        """Hands a slot to the first client that waits, or frees it."""
+        """Assigns the slot to the first waiting client, or frees it."""
         while self._queue:
             turn = self._queue.popleft()
             if not turn.done():
@@ -239,14 +239,14 @@ def _draining() -> Refused:
 
 
 def encoded(seq: int, result: Reply, encoding: Encoding, more: bool) -> bytes:
-    """One part of reply `seq` as the bytes of a Committed message."""
+    """Encodes one part of reply `seq` as a Committed message."""
     data = rows.pack(result.rows, *encoding)
     part = wire.Committed(seq, result.start, result.count, result.tokens, result.done, more, data)
     return wire.encode(part)
 
 
 def without_known(result: Reply, known: int) -> Reply:
-    """A result without the rows of the session's first `known` tokens."""
+    """Removes the rows of the session's first `known` tokens from a result."""
     skip = min(max(known - result.start, 0), result.count)
     return result._replace(
         start=result.start + skip,
@@ -256,7 +256,7 @@ def without_known(result: Reply, known: int) -> Reply:
 
 
 def in_parts(result: Reply) -> list[Reply]:
-    """Splits a result into parts of few bytes; its tokens and its end come with the last one."""
+    """Splits a result into parts of at most PART_BYTES; the last has `tokens` and `done`."""
     each = sum(row.nbytes for row in result.rows) // max(result.count, 1)
     most = max(PART_BYTES // max(each, 1), 1)
     parts = []
