@@ -117,7 +117,7 @@ class Completions:
     def choice(
         self, reply: dict[str, Any], question: TargetQuestion
     ) -> tuple[CompletionChoice, int | None]:
-        """The choice of a reply, and its number of tokens, None if the server states none.
+        """The choice of a reply, and the answer's number of tokens, None if not stated.
 
         Raises RetryableError for an incomplete reply, and InputError for a reply of another model
         or to a prompt of another length.

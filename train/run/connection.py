@@ -42,7 +42,7 @@ class RefusedByServer(InputError):
 
 
 def address_of(url: str) -> str:
-    """The URL of a server without a trailing /v1; raises InputError for any other URL."""
+    """The URL of a server without a trailing /v1; raises InputError for an invalid URL."""
     url = url.strip()
     if not all("!" <= letter <= "~" for letter in url):
         raise InputError("a URL with blanks or letters outside ASCII: write http://HOST:PORT")

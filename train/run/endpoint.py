@@ -45,8 +45,8 @@ class Patience:
     def ask(self, request: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """The result of a request; raises InputError after TRIES failures in a row.
 
-        Status 429 does not use up a try while the server answers other requests. After `stopping`
-        is set the first failure raises InputError.
+        Status 429 uses up no try but the last while the server answers other requests. After
+        `stopping` is set the first failure raises InputError.
         """
         tries, wait_s = 1, FIRST_WAIT_S
         while True:
