@@ -1,7 +1,7 @@
 """Plots curves of training runs: `python -m train.plot runs/tiny runs/other --output curves.png`.
 
 Plots loss, KL to the target, simulated tau and tokens per second over steps, from metrics.jsonl and
-speed.jsonl of every run, and real tau for runs that decode prompts. Runs may still be running.
+speed.jsonl of every run, and real tau for runs that decode prompts. Runs may be unfinished.
 """
 
 from __future__ import annotations

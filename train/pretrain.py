@@ -1,6 +1,6 @@
 """Trains a small target from text: `python -m train.pretrain --config configs/demo_target.py`.
 
-Rows hold whole conversations, and the loss covers every token but the first per conversation.
+Packs whole conversations into rows; the loss covers every token but the first per conversation.
 The same command resumes an interrupted run from its last checkpoint.
 """
 
