@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-if sys.argv[0] == "-m":  # Python looks for the program, which imports infer
+if sys.argv[0] == "-m":  # `python -m` is looking up the program, which imports infer
     _found = importlib.util.find_spec("infer")
     _folders = (_found and _found.submodule_search_locations) or ()
     _places = [Path(folder).resolve() for folder in _folders]

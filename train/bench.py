@@ -1,12 +1,12 @@
-"""Times a training step on this machine: random weights, random tokens, the real program.
+"""Times a training step on this machine: the real program, with random weights and tokens.
 
     python -m train.bench --config configs/tiny.py
     python -m train.bench --config configs/moa_llama3_8b.py --data.rows_per_batch 4 \\
         --optim.accumulate 1
 
-Runs the step of train.distill (mesh, chunks) and, unless --no-plain, a straightforward one in
-turns: one device, no mesh, no chunks. Speeds are medians over steps; model FLOPs leave out what
-is computed twice. Settings of the config file are overridden by dotted flags. Nothing is written.
+Alternates the step of train.distill (mesh, chunks) with a plain step (one device, no mesh, no
+chunks), which --no-plain leaves out. Speeds are medians over steps; model FLOPs exclude
+recomputation. Dotted flags override settings of the config file. No files are written.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from train.run.settings import config_parser, parse_config
 
 
 class Runner(NamedTuple):
-    """One way to compute a step, compiled, with its state."""
+    """A compiled training step with its state."""
 
     name: str
-    step: Callable[[], float]  # makes one update; seconds
+    step: Callable[[], float]  # runs one update and returns its seconds
     compile_s: float
     temp_bytes: int
 
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _runner(
     name: str, config: DistillConfig, target_cfg: TargetConfig, mesh: Mesh | None
 ) -> Runner:
-    """Compiles the step on a mesh, or on the first device alone."""
+    """Compiles the step on `mesh`, or on the first device if `mesh` is None."""
     alone = mesh is None
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1]) if alone else mesh
     program = make_train_step(config, target_cfg, mesh)
@@ -99,7 +99,7 @@ def _runner(
 
 
 def _random(target_cfg: TargetConfig, dtype: str) -> Any:
-    """Weights of a target that no file holds, layers stacked."""
+    """Random weights of a target, with stacked layers."""
     leaves, tree = jax.tree.flatten(abstract_frozen(target_cfg, jnp.dtype(dtype)))
     keys = jax.random.split(jax.random.key(1), len(leaves))
     drawn = [
@@ -110,7 +110,7 @@ def _random(target_cfg: TargetConfig, dtype: str) -> Any:
 
 
 def _batch(config: DistillConfig, target_cfg: TargetConfig) -> Batch:
-    """Full rows of random tokens, the first quarter of each a prompt."""
+    """Full rows of random tokens; the first quarter of every row is a prompt."""
     rows, length = config.data.rows_per_batch, config.data.row_length
     tokens_BT = np.random.default_rng(0).integers(0, target_cfg.vocab_size, (rows, length))
     position_BT = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))

@@ -1,10 +1,10 @@
 """Trains a drafter for a frozen target: `python -m train.distill --config configs/tiny.py`.
 
-Settings of the config file are overridden by dotted flags, as in --optim.total_steps 200.
-A run that was cut off goes on from its last checkpoint when the same command is given again,
-on as many devices and processes as there are then. With `--init-from` it starts from a drafter that
-was trained before, with a fresh optimiser. With `--target-cache DIR` the target passes over
-each row of the data once, whatever the number of epochs and drafters.
+Dotted flags override settings of the config file, as in --optim.total_steps 200.
+The same command resumes an interrupted run from its last checkpoint, on any number of devices and
+processes. `--init-from` starts from the weights of an earlier drafter, with a fresh optimiser.
+`--target-cache DIR` runs the target once per row of the training data, for any number of epochs
+and drafters.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ from train.run.warm_start import start_hash, warm_params
 
 
 def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
-    """Target, data, training, and the finished drafter's folder; False where told to stop.
+    """Trains a drafter and writes its folder; returns False if a signal stopped the run.
 
-    With `flags` the target's pass is read from a cache, which is made if it is not there.
-    Raises InputError before the target is loaded: for settings that do not go together or do not
-    fit the data, a directory that is in use or another run's, and for processes that differ.
+    With `flags` the run reads the target's activations from a cache, which is built if missing.
+    Raises InputError before the target is loaded: for settings that contradict each other or the
+    data, a directory that is in use or belongs to another run, and for processes that differ.
     """
     multihost.check_same(common(config), "settings")
     mesh = sharding.make_mesh(config.mesh, jax.devices())
@@ -85,7 +85,7 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     if multihost.is_first():
         print(f"data: {report}\nvalidation: {validation_report}", file=sys.stderr)
     facts = _facts(config, described, tokenizer, train, validation)
-    if facts:  # of several processes
+    if facts:  # several processes
         facts |= {"target over fsdp": program.target_place, "first weights": start_hash(config)}
     multihost.check_same(facts, "run")
     prompts = prompts_to_decode(config, described, validation)
@@ -97,7 +97,7 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
         decode = make_decode(config, target, prompts, mesh) if prompts else None
         data, rest = (train, validation), {"kept": kept, "warm": warm, "decode": decode}
         params = fit(_job(config, program, target, *data, **rest), target.params)
-        if params is None:  # told to stop before the end
+        if params is None:  # a signal stopped the run
             return False
         params = multihost.gathered(params)
     if multihost.is_first():
@@ -107,7 +107,7 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
 
 
 def trap(config: DistillConfig) -> str | None:
-    """What a run's settings will bring that nobody may want."""
+    """A warning if no loss trains the features that an EAGLE drafter feeds back, else None."""
     feeds_itself = isinstance(config.drafter, EagleConfig) and config.feedback.steps == 1
     if not feeds_itself or config.loss.feature_weight:
         return None
@@ -124,16 +124,16 @@ def _facts(
     train: batches.Batches,
     validation: batches.Batches,
 ) -> dict[str, Any]:
-    """What all processes of a run must have in common, by name."""
+    """Facts that all processes of a run must share, by name; empty for a single process."""
     if jax.process_count() == 1:
-        return {}  # hashes take a while
+        return {}  # the hashes are slow to compute
     return (
         common(config)
         | batches.facts_of(train)
         | {
             "version": __version__,
             "jax": jax.__version__,
-            "target": model_hash(find_folder(config.target)),  # with its weights
+            "target": model_hash(find_folder(config.target)),  # weights included
             "tokenizer": tokenizer_hash(tokenizer),
             "rows": rows_hash(train),
             "validation rows": rows_hash(validation),
@@ -142,10 +142,10 @@ def _facts(
 
 
 def with_vocabulary(config: DistillConfig, target: Target) -> DistillConfig:
-    """The config with the draft vocabulary that it names as its drafter's.
+    """The config with the ids of `config.vocabulary` as its drafter's `draft_ids`.
 
-    Raises InputError for a file of another target, for drafters that use the target's head, and
-    for a `draft_vocabulary` that could not be made in the end.
+    Raises InputError for a vocabulary file of another target, for a `vocabulary` of a drafter
+    that uses the target's head, and for a `draft_vocabulary` that training could not write.
     """
     if config.draft_vocabulary is not None:
         _check_draft_vocabulary(config, target)
@@ -206,7 +206,7 @@ def _job(
 def _placed(
     program: TrainStep, source: batches.Batches, kept: ReadParts | None = None
 ) -> Callable[[int], Batch | TappedBatch]:
-    """The batch of a step on its devices; every process reads its own rows of it."""
+    """(step) -> the batch of that step on its devices; every process reads its own rows."""
 
     def batch(step: int) -> Batch | TappedBatch:
         def read(rows: slice) -> Batch | TappedBatch:
@@ -232,10 +232,11 @@ def _evaluation(config: DistillConfig, program: TrainStep, validation: batches.B
 def save(
     config: DistillConfig, params: Any, target: Target, vocabulary: DraftVocabulary | None
 ) -> None:
-    """Writes the drafter's folder, `config.output`, which may bring a draft vocabulary.
+    """Writes the drafter's folder, `config.output`, with its draft vocabulary if any.
 
-    Without a new one it keeps that of an earlier folder, to which train.vocabulary may have added
-    it, unless that cannot be read or is of another target: a line says so.
+    If `vocabulary` is None, the draft vocabulary of an earlier folder is kept, as train.vocabulary
+    may have written that file. A vocabulary that cannot be read or belongs to another target is
+    removed, with a line on stderr.
     """
     if vocabulary is None and (Path(config.output) / FILE).is_file():
         try:

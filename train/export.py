@@ -1,10 +1,10 @@
-"""Makes a drafter's folder of a checkpoint: the best one by simulated tau, the newest, or a step.
+"""Exports a checkpoint as a drafter's folder: the best by simulated tau, the newest, or a step.
 
     python -m train.export --config configs/tiny.py --checkpoint best
 
-Config file and dotted flags are those given to train.distill, whose run may still be at work. The
-folder is what `--draft` takes; a finished run has one of its last step already. A config with
-`draft_vocabulary` has it made anew, from the training data.
+Config file and dotted flags must be those of the train.distill run, which may still be running.
+`--draft` accepts the folder; a finished run already has the folder of its last step. A
+`draft_vocabulary` of the config is counted again from the training data.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from train.run.settings import config_parser, parse_config
 def export(config: DistillConfig, step: int) -> None:
     """Writes the drafter of one checkpoint of a run as `config.output`, on one device.
 
-    Its draft vocabulary, if one is asked for, is counted anew. Raises InputError as `read_state`
-    and `check_output`, and for data that cannot be read.
+    A `config.draft_vocabulary` is counted again from the training data. Raises InputError as
+    `read_state` and `check_output`, and for data that cannot be read.
     """
     check_output(config)
     check_replaceable(Path(config.output))
@@ -51,7 +51,7 @@ def export(config: DistillConfig, step: int) -> None:
 
 
 def _vocabulary_of(config: DistillConfig, target: Target) -> DraftVocabulary | None:
-    """That of the training data, which is read again, or found in data.cache."""
+    """The draft vocabulary of the training data (tokenised again, or read from `data.cache`)."""
     if config.draft_vocabulary is None:
         return None
     tokenizer, vocab_size = load_tokenizer(target.folder), target.config.vocab_size
@@ -60,9 +60,10 @@ def _vocabulary_of(config: DistillConfig, target: Target) -> DraftVocabulary | N
 
 
 def step_of(config: DistillConfig, checkpoint: str) -> int:
-    """The step of the checkpoint named "best", "newest" or by its number.
+    """The step of a checkpoint, which is "best", "newest" or a number.
 
-    Raises InputError where there is none, and for the best where none was evaluated.
+    Raises InputError for any other name, for "best" and "newest" of a run without checkpoints,
+    and for "best" if no checkpoint was evaluated.
     """
     if checkpoint.isdecimal():
         return int(checkpoint)
@@ -83,7 +84,7 @@ def step_of(config: DistillConfig, checkpoint: str) -> int:
 
 
 def taus_of(config: DistillConfig) -> dict[int, float]:
-    """Simulated tau by step, as far as the run has measured it."""
+    """Simulated tau by step, for the steps that the run has evaluated."""
     records = read_records(place(config.run.directory) / "metrics.jsonl")
     return {each["step"]: each["simulated_tau"] for each in records if "simulated_tau" in each}
 

@@ -1,18 +1,18 @@
-"""Drafters trained alike and compared: `python -m train.grid --config configs/matched.py`.
+"""Trains drafters alike and compares them: `python -m train.grid --config configs/matched.py`.
 
-Each cell of the grid is trained by train.distill. The same command goes on where it was cut, and
-cells, learning rates and seeds may be added later. A finished run is not done again; it is refused
-where it was made with other settings or data. With `--cells a,b`, `--learning-rates 1e-4` and
-`--seeds 0` several processes share the work. The report, Markdown and JSON in the grid's directory,
-has what is there so far: tau of greedy decoding on held-out prompts, none of them twice or trained
-on, with the target's own stops and with answers that all go on to the limit. With `--done
-report.json` the decoded rows of other reports count as done, so that a grid grows over days and
-machines. With `--target-cache DIR` all cells read one cache of the target.
+train.distill trains every cell of the grid. The same command resumes an interrupted grid; cells,
+learning rates and seeds may be added later. A finished run is not trained again; a run that was
+trained with other settings or data is refused. `--cells a,b`, `--learning-rates 1e-4` and
+`--seeds 0` divide the work among processes. The report, Markdown and JSON in the grid's directory,
+covers the finished runs: tau of greedy decoding on distinct held-out prompts that no cell was
+trained on, with the target's own stop tokens and with answers that all reach the limit. With
+`--done report.json` the decoded rows of other reports count as done, so that a grid grows over days
+and machines. With `--target-cache DIR` all cells read one cache of the target.
 
 GRID/CELL-lrRATE-seedSEED/     the directory of a run
-    drafter/                   when it is finished
+    drafter/                   the drafter of a finished run
     finished.json              settings, data files, device and simulated tau; for the best learning
-                               rate also tokens and rounds of each prompt
+                               rate also tokens and rounds per prompt
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FINISHED = "finished.json"
 def train(
     runs: Sequence[GridRun], target_cfg: TargetConfig, flags: CacheFlags | None = None
 ) -> bool:
-    """Trains the runs that are not finished; False where a signal stopped it."""
+    """Trains the unfinished runs; returns False if a signal stopped training."""
     configs = [(each.cell, each.config) for each in runs]
     flags = flags and target_cache.shared(flags, configs, target_cfg)
     for each in runs:
@@ -69,21 +69,21 @@ def train(
             taus = [record["simulated_tau"] for record in records if "simulated_tau" in record]
             device = f"{jax.local_devices()[0].device_kind}, jax {jax.__version__}"
             finish(each, simulated_tau=taus[-1], files=files_of(each.config), trained_on=device)
-            jax.clear_caches()  # or the programs of all cells pile up
+            jax.clear_caches()  # else the compiled programs of all cells accumulate
     return True
 
 
 def is_finished(each: GridRun) -> bool:
     """Whether a run was trained, here or for a report of --done.
 
-    The file of an early version has no tau: such a run goes on from its last checkpoint.
+    A file of an early version has no tau: such a run resumes from its last checkpoint.
     """
     path = each.folder / FINISHED
     return path.is_file() and "simulated_tau" in read_json(path)
 
 
 def finish(each: GridRun, **facts: Any) -> None:
-    """Writes the facts of a run that was trained."""
+    """Writes the facts of a trained run to its folder."""
     settings = fingerprint(each.config)
     named = {"cell": each.cell, "seed": each.seed, "learning_rate": each.learning_rate}
     each.folder.mkdir(parents=True, exist_ok=True)
@@ -92,9 +92,10 @@ def finish(each: GridRun, **facts: Any) -> None:
 
 
 def add_rows(path: str, grid: GridConfig, target: Target) -> None:
-    """Makes the decoded rows of another grid's report finished runs of this grid.
+    """Adds the decoded rows of another grid's report as finished runs of this grid.
 
-    Raises InputError where such a row was trained or decoded with other settings or files.
+    Raises InputError for rows that were trained or decoded with other settings or files, and for
+    a file that is not a report of this version.
     """
     document, known = read_json(Path(path)), {each[:3]: each for each in runs_of(grid)}
     key = lambda row: (row["cell"], row["seed"], row["learning_rate"])
@@ -126,14 +127,14 @@ def add_rows(path: str, grid: GridConfig, target: Target) -> None:
 
 
 def rows_of(grid: GridConfig) -> list[Row]:
-    """One row for each cell and seed with a finished run, at the rate of the best simulated tau.
+    """One row per cell and seed with a finished run, at the rate of the best simulated tau.
 
     Raises InputError for a run that was trained with other settings or data.
     """
     rows = []
     for _, group in itertools.groupby(runs_of(grid), lambda each: each[:2]):
         if done := [_row(grid, each) for each in group if is_finished(each)]:
-            best = max(done, key=lambda row: row["simulated_tau"] or 0)  # null: it diverged
+            best = max(done, key=lambda row: row["simulated_tau"] or 0)  # null: the run diverged
             taus = {f"{row['learning_rate']:g}": row["simulated_tau"] for row in done}
             rows.append(best | {"simulated_tau_by_learning_rate": taus})
     return rows
@@ -160,10 +161,10 @@ def main(arguments: list[str] | None = None) -> None:
     mine = chosen_runs(runs_of(grid), args.cells, args.learning_rates, args.seeds)
     for path in args.done:
         add_rows(path, grid, target)
-    rows_of(grid)  # refuses before anything is trained
+    rows_of(grid)  # raises for other settings before training starts
     if not args.report:
         if not all(map(is_finished, mine)):
-            prompts_of(grid, target)  # so does this
+            prompts_of(grid, target)  # raises without prompts before training starts
         if not train(mine, target.config, target_cache.flags_of(args)):
             return
         todo = [row for row in rows_of(grid) if not (row["decoded"] or row["report"])]
@@ -181,7 +182,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def numbers(text: str) -> list[float]:
-    """Type of a flag that takes several numbers, with commas between them."""
+    """The numbers of a flag's comma-separated value."""
     return [int(name) if name.isdecimal() else float(name) for name in names(text)]
 
 

@@ -1,16 +1,16 @@
-"""Plans a training step for a machine that is not attached: whether it fits, and its cost.
+"""Plans a training step for a machine that is not attached: memory, collectives and time.
 
     python -m train.plan --config configs/moa_llama3_8b.py --topology v5e:4x4
     python -m train.plan --config configs/moa_llama3_8b.py --topology h200:8 --largest
     python -m train.plan --config configs/moa_llama3_8b.py --topology v5p:2x2x4 --mesh.tensor 4
 
-Compiles the step of train.distill ahead of time, so no accelerator, driver or network is needed,
-but the extra `plan` is (make env PLAN=1). Where the config file has a preset named as the topology,
-it is taken unless `--preset` names another one, or `none`. Settings are overridden by dotted flags.
-The time of a step is modelled from the compiled program, and nothing is measured.
+Compiles the step of train.distill ahead of time: requires the extra `plan` (make env PLAN=1), but
+no accelerator, driver or network. A preset of the config file with the topology's name applies
+unless `--preset` names another preset or `none`. Dotted flags override settings. The time of a
+step is modelled from the compiled program; nothing is measured.
 
 The last line of stdout is `fits` (exit code 0) or `does not fit` (3); with --json stdout is one
-JSON document. Where the compiler itself crashes there is no verdict, and the exit code is 4.
+JSON document. If the compiler crashes, the exit code is 4 and no verdict is printed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _asked(arguments: list[str]) -> tuple[DistillConfig, argparse.Namespace]:
-    """The config, with the preset of the topology where the file has it and none is named."""
+    """Config and flags, with the topology's preset if the file has one and no flag names another.
+
+    `args.preset` is None if no preset applies.
+    """
     config, args = parse_config(_parser(), DistillConfig, arguments)
     if args.preset is None and args.topology in presets_of(args.config):
         return parse_config(_parser(), DistillConfig, [*arguments, "--preset", args.topology])
@@ -74,14 +77,14 @@ def _asked(arguments: list[str]) -> tuple[DistillConfig, argparse.Namespace]:
 
 
 def plain(config: DistillConfig) -> DistillConfig:
-    """The same step without chunks, so that nothing is computed twice."""
+    """The config without chunks, so that its step recomputes nothing."""
     return dataclasses.replace(config, chunks=ChunkConfig(head=0, memory=0))
 
 
 def with_shapes(config: DistillConfig) -> tuple[DistillConfig, TargetConfig]:
-    """The config with its draft vocabulary, and the sizes of its target.
+    """The config with its draft vocabulary, and the config of its target.
 
-    Known targets need no folder; a vocabulary is then not checked against their tokenizer.
+    A target in `SHAPES` needs no folder; a vocabulary is then not checked against its tokenizer.
     """
     name = config.target
     if name in SHAPES:
@@ -94,7 +97,7 @@ def with_shapes(config: DistillConfig) -> tuple[DistillConfig, TargetConfig]:
 def largest(
     config: DistillConfig, target_cfg: TargetConfig, wanted: Machine, found: Plan, hurry: bool
 ) -> dict[str, Any]:
-    """The largest data.rows_per_batch that fits and its peak; prints each trial on stderr."""
+    """The largest data.rows_per_batch that fits and its peak memory; prints trials on stderr."""
     unit = found["rows_unit"]
     plans = {found["rows_per_batch"]: found}
 
@@ -119,7 +122,7 @@ def largest(
 
 
 def described(found: Plan) -> str:
-    """A plan as a table."""
+    """Formats a plan as tables."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
     rows, length, parts = (found[key] for key in ("rows_per_batch", "row_length", "accumulate"))
     again, seconds = found["traced_flops"] / found["model_flops"] - 1, found["compile_s"]

@@ -1,7 +1,7 @@
-"""Curves of training runs: `python -m train.plot runs/tiny runs/other --output curves.png`.
+"""Plots curves of training runs: `python -m train.plot runs/tiny runs/other --output curves.png`.
 
-Draws loss, KL to the target, simulated tau and tokens per second over steps, from metrics.jsonl and
-speed.jsonl of every run. The real tau is added where prompts were decoded. Runs may be at work.
+Plots loss, KL to the target, simulated tau and tokens per second over steps, from metrics.jsonl and
+speed.jsonl of every run, and real tau for runs that decode prompts. Runs may be unfinished.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Points = list[tuple[int, float]]
 
 
 class Curve(NamedTuple):
-    """One line of a panel: a number of one kind of record, over steps."""
+    """One curve of a panel: a field of one kind of record, over steps."""
 
     kind: str
     name: str
     style: dict[str, Any]
-    label: str  # what is said of it in the legend, beside the run's name
+    label: str  # legend text after the run's name
 
 
-NOISY = {"alpha": 0.5, "linewidth": 1.0}  # of single batches
+NOISY = {"alpha": 0.5, "linewidth": 1.0}  # values of single batches
 MARKED = {"marker": "o", "markersize": 3.0}
 DECODED = {"marker": "x", "linestyle": "--"}
-# Title and curves of each panel.
+# Title and curves per panel.
 PANELS = (
     ("loss", (Curve("train", "loss", NOISY, ""), Curve("eval", "loss", MARKED, "held out"))),
     ("KL", (Curve("train", "kl", NOISY, ""), Curve("eval", "kl", MARKED, "held out"))),
@@ -47,13 +47,13 @@ PANELS = (
 
 
 def points(records: list[Record], kind: str, name: str) -> Points:
-    """(step, number) of all records of a kind that have the number; one not finite is left out."""
+    """(step, value) of all records of a kind with a finite value of the field `name`."""
     found = [(r["step"], r.get(name)) for r in records if r["kind"] == kind]
     return [(step, value) for step, value in found if value is not None]
 
 
 def draw(runs: dict[str, list[Record]], path: Path) -> None:
-    """Draws these runs, given by name: one panel for each figure, one colour for each run."""
+    """Plots `runs` (records by run name) to `path`: one panel per figure, one colour per run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6.5), layout="constrained")
@@ -74,7 +74,7 @@ def draw(runs: dict[str, list[Record]], path: Path) -> None:
 
 
 def plot(args: argparse.Namespace) -> None:
-    """Reads the runs and draws them."""
+    """Reads the records of the runs and plots them."""
     check_plots(args.output, "--output")
     runs: dict[str, list[Record]] = {}
     for folder in map(place, args.runs):

@@ -1,7 +1,7 @@
 """Trains a small target from text: `python -m train.pretrain --config configs/demo_target.py`.
 
-Whole conversations are packed into rows and every token but the first of each is predicted.
-A run that was cut off goes on from its last checkpoint when the same command is given again.
+Packs whole conversations into rows; the loss covers every token but the first per conversation.
+The same command resumes an interrupted run from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from train.run.settings import config_parser, parse_config
 
 
 def pretrain(config: PretrainConfig) -> None:
-    """Tokenizer (where there is none yet), data, training, and the finished folder."""
+    """Trains a tokenizer if missing, then the target, and writes the target's folder."""
     check(config)
     check_directory(config)
     check_replaceable(Path(config.output))
@@ -92,7 +92,7 @@ def _tokenizer(config: PretrainConfig) -> Any:
 
 
 def _texts(record: dict[str, Any]) -> list[str]:
-    """All text of a record; none of one that `batches.load` will drop and count."""
+    """All texts of a record; empty for a record that `batches.load` will drop and count."""
     if (text := plain_text_of(record)) is not None:
         return [text]
     try:

@@ -1,28 +1,28 @@
-"""Lets the target answer the user turns of conversations: training data for its drafter.
+"""Regenerates the answers of conversations with the target, as training data for its drafter.
 
     python -m train.regenerate --target runs/demo_target/final --prompts data:chat/train.jsonl.gz \\
         --sources star,taskmaster-4 --output runs/demo_answers.jsonl
     python -m train.regenerate --target DIR --draft DIR ...                speculates
-    python -m train.regenerate --target DIR --endpoint http://HOST:8000 ...    asks a server
+    python -m train.regenerate --target DIR --endpoint http://HOST:8000 ...    uses a server
 
-Every assistant turn after the first user turn is replaced by the target's own answer to the
-conversation so far, its earlier answers included; a greeting before it stays, and records with user
-turns only will do. Each answer is written as text in `messages`, and in `answers` with its
-`prompt_ids`, `token_ids` and `finish_reason`; training uses these ids. An answer that is cut at
---max-new-tokens stays, with the reason `length`, and is the last of its conversation. A
-conversation also ends before a prompt that is too long or an answer without text; one without any
-answer is left out. The last lines count the conversations that are left out or end early. With
---ignore-stop the first answer of each conversation goes on past its end, as in benchmarks of a
-fixed length, and only its ids are written. Answers are greedy, or drawn at a --temperature; a drawn
-one depends on --seed, its record and its turn alone.
+The target's own answers replace every assistant turn after the first user turn; each answer follows
+the conversation so far, earlier regenerated answers included. A greeting before the first user turn
+stays, and records may hold user turns only. `messages` holds every answer as text, and `answers`
+holds its `prompt_ids`, `token_ids` and `finish_reason`; training uses these ids. An answer cut at
+--max-new-tokens stays, with the `finish_reason` `length`, and is the last of its conversation. A
+conversation also ends before a prompt that is too long or an answer without text; a conversation
+without any answer is left out. The last lines count the conversations that are left out or end
+early. With --ignore-stop the first answer per conversation continues past its end, as in benchmarks
+of a fixed length, and only its ids are written. Answers are greedy, or sampled at --temperature; a
+sampled answer depends on --seed, its record and its turn alone.
 
-With --endpoint an OpenAI-compatible server answers, and of --target only the tokenizer, its chat
-template and the config are read. --api-key-file holds its key.
+With --endpoint an OpenAI-compatible server answers, and only the tokenizer, the chat template and
+the config of --target are read. --api-key-file holds the server's key.
 
-The output grows in OUTPUT.partial and is renamed when complete; the same command goes on where it
-was cut off. With --shard 3/8 a process answers every eighth record, from record 3 on (of 0, 1,
+The output grows in OUTPUT.partial and is renamed when complete; the same command resumes an
+interrupted run. With --shard 3/8 a process answers every eighth record, from record 3 on (of 0, 1,
 ...), into answers-00003-of-00008.jsonl for --output answers.jsonl; a data config may name the
-folder of all eight.
+folder of all eight files.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ from train.run.partial import Partial
 
 DECISIVE = ("target", "prompts", "sources", "max_prompt", "max_new_tokens", "ignore_stop")
 DRAWING = ("temperature", "top_k", "top_p", "seed")
-LOCAL = ("dtype", "weights", "mesh", "draft", "batch")  # flags without a meaning for an endpoint
-REMOTE = ("model", "api_key_file", "concurrency", "timeout")  # without one for this machine
+LOCAL = ("dtype", "weights", "mesh", "draft", "batch")  # flags refused with --endpoint
+REMOTE = ("model", "api_key_file", "concurrency", "timeout")  # flags refused without --endpoint
 AT_ONCE, TIMEOUT_S = 32, 600.0
 
-Found = tuple[str, dict[str, Any] | InputError]  # a record and its place, `FILE line N`
+Found = tuple[str, dict[str, Any] | InputError]  # place, as `FILE line N`, and record
 
 
 def regenerate(args: argparse.Namespace) -> None:
-    """Answers all conversations of its shard, many side by side."""
+    """Answers all conversations of the shard, many at a time."""
     if args.target is None:
         raise InputError("no --target: name the model that answers, or a --pair")
     _check_flags(args)
@@ -114,7 +114,7 @@ def regenerate(args: argparse.Namespace) -> None:
 def _lines(
     records: dict[int, Found], left_out: dict[int, str], short: dict[int, str]
 ) -> Iterator[str]:
-    """A line for each fault, with the first record that has it, and for keys that are not read."""
+    """Lines that count faults by reason, with their first record, and keys that are not read."""
     for faults, verb in ((left_out, "left out"), (short, "end early")):
         tally = RecordTally()
         tally.total = len(records)
@@ -129,7 +129,7 @@ def _lines(
 def _answer(
     records: dict[int, Found], answers: Answers, rules: AnswerRules, partial: Partial
 ) -> None:
-    """Answers what is not over; what was answered before a fault is kept, as its line says."""
+    """Answers the unfinished conversations; `partial` keeps all answers before a fault."""
     if not records.keys() >= set(partial.over):
         done = len(partial.over)
         raise InputError(f"{partial.path} holds {done} already: raise --limit or remove it")
@@ -143,7 +143,7 @@ def _answer(
 
 
 def _settings(args: argparse.Namespace, answers: Answers) -> dict[str, Any]:
-    """The settings that decide the text."""
+    """The settings that decide the answers."""
     flags = DECISIVE + (DRAWING if args.temperature else ())
     settings = {flag: getattr(args, flag) for flag in flags}
     if isinstance(answers, EndpointAnswers):
@@ -153,7 +153,7 @@ def _settings(args: argparse.Namespace, answers: Answers) -> dict[str, Any]:
 
 
 def _records(args: argparse.Namespace) -> Iterator[tuple[int, Found]]:
-    """This shard's part of the first `--limit` records, with their numbers among all of them."""
+    """(number, record) pairs of this shard; numbers count all of the first `--limit` records."""
     records = corpora.read_some(args.prompts, names(args.sources))
     first, step = args.shard or (0, 1)
     return itertools.islice(enumerate(itertools.islice(records, args.limit)), first, None, step)
@@ -172,7 +172,7 @@ def _check_lengths(args: argparse.Namespace, target: Target) -> None:
 
 
 def _local(args: argparse.Namespace, rules: AnswerRules) -> LocalAnswers:
-    """This machine, with the weights of the target and of a drafter if one is named."""
+    """Answers of an engine on this machine, with a drafter if --draft is set."""
     target, drafter = open_target(args.target, **target_options(args)), None
     if args.draft is not None:
         folder = None if args.draft == BUNDLED else args.draft
@@ -181,7 +181,7 @@ def _local(args: argparse.Namespace, rules: AnswerRules) -> LocalAnswers:
     engine = Engine(
         target,
         drafter,
-        ways=(PLAIN,),  # where it is faster than the drafter's own chain
+        ways=(PLAIN,),  # used when faster than the drafter's own chain
         costs=drafter and costs_of(target, drafter, vocabulary, args.weights),
         vocabulary=vocabulary,
         num_slots=args.batch or AT_ONCE,
@@ -192,7 +192,7 @@ def _local(args: argparse.Namespace, rules: AnswerRules) -> LocalAnswers:
 
 
 def _endpoint(args: argparse.Namespace, target: Target, rules: AnswerRules) -> EndpointAnswers:
-    """A server whose models and capabilities are known."""
+    """Answers of the server at --endpoint; queries its models and capabilities first."""
     key = read_keys(args.api_key_file)[0] if args.api_key_file else None
     notice = lambda line: print(line, file=sys.stderr, flush=True)
     for line in target.notices:
@@ -215,7 +215,7 @@ def _endpoint(args: argparse.Namespace, target: Target, rules: AnswerRules) -> E
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Raises InputError for flags of this machine with an endpoint, and the other way round."""
+    """Raises InputError for local flags with --endpoint and endpoint flags without --endpoint."""
     for flag in LOCAL if args.endpoint else REMOTE:
         if getattr(args, flag) is not None:
             rest = "is not for --endpoint" if args.endpoint else "is for --endpoint only"

@@ -1,15 +1,15 @@
-"""Picks a drafter's vocabulary: the tokens that the answers of a corpus hold most often.
+"""Picks a draft vocabulary: the most frequent tokens in the answers of a corpus.
 
     python -m train.vocabulary --target runs/demo_target/final --corpus runs/demo_answers.jsonl \\
         --size 1024 --output runs/demo_vocabulary.safetensors
     python -m train.vocabulary --target TARGET --corpus ANSWERS --size 32768 --draft DRAFTER
 
-The target's own answers (train.regenerate) are the best corpus, as they are what is drafted. The
-ids that end the target's text are always among the chosen. The output holds the tensors d2t and
-t2d of EAGLE-3. With --draft it is a file of the drafter's folder, which decoding uses by default
-where the target has many tokens (--draft-vocabulary of infer.generate). It prints the share of
-answer tokens that are in the vocabulary. A draft must miss all other tokens, so raise --size if
-this share is low.
+The target's own answers (train.regenerate) are the best corpus, since drafts predict them. The
+vocabulary always includes the target's eos ids. The output holds the tensors d2t and t2d of
+EAGLE-3. --draft writes a file in the drafter's folder, which decoding uses by default for targets
+with many tokens (--draft-vocabulary of infer.generate). The program prints the share of answer
+tokens that are in the vocabulary. Drafts cannot contain any other token, so raise --size if this
+share is low.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def make_vocabulary(args: argparse.Namespace) -> None:
 
 
 def _output(args: argparse.Namespace, target: Target) -> Path:
-    """The file to write, in a folder that is there.
+    """The file to write; the folder of --output is created.
 
-    Raises InputError for one that exists, and for a drafter that has no use for it. All this is
-    found before the counting, which may take long.
+    Raises InputError for an existing file and for a drafter with its own head, before the corpus
+    is counted, which may take long.
     """
     if args.draft is None:
         output, other = args.output, "name another --output"
@@ -84,7 +84,7 @@ def _output(args: argparse.Namespace, target: Target) -> Path:
 
 
 def _check_drafter(folder: Path, target: Target) -> None:
-    """Raise InputError unless a folder holds a drafter that uses the head of this target."""
+    """Raises InputError unless `folder` holds a drafter that uses the head of this target."""
     if not folder.is_dir():
         raise InputError(f"--draft {folder} is no folder: name that of a drafter")
     drafter = load_drafter(folder, target)
@@ -98,7 +98,7 @@ def _check_drafter(folder: Path, target: Target) -> None:
 def _answer(
     tokenizer: Any, record: dict[str, Any], vocab_size: int, bar: Progress
 ) -> list[np.ndarray]:
-    """The answer tokens of a record, whole; raises InputError where it has none."""
+    """The answer tokens of a record, uncut; raises InputError for a record without any."""
     bar.step()
     examples = chat.encode_record(tokenizer, record, vocab_size, sys.maxsize)
     if not examples:
@@ -107,7 +107,7 @@ def _answer(
 
 
 def _report(args: argparse.Namespace, tally: RecordTally, found: bool) -> None:
-    """Tells what was left out; raises InputError where that is everything."""
+    """Prints the left-out records on stderr; raises InputError if no record has an answer."""
     if not found and not tally.faults:
         raise InputError(f"{args.corpus}: no records of {args.sources or 'any source'}")
     if not found:

@@ -3,18 +3,18 @@
 Every run:
 
     settings.py    configs, dotted flags      loop.py          the training loop
-    stop.py        signals that end it        watch.py         what a user sees of it
-    warm_start.py  weights of an earlier run  target_cache.py  the target's pass, on disk
-    decoding.py    real tau while training    frequent.py      a draft vocabulary of its data
+    stop.py        signals that end a run     watch.py         progress line, logs, summary
+    warm_start.py  weights of an earlier run  target_cache.py  the target's activations, on disk
+    decoding.py    real tau while training    frequent.py      draft vocabulary of the run's data
 
 Answers of the target, for train.regenerate:
 
-    conversations.py  what is asked next      answers.py      questions in, answers out
+    conversations.py  prompts, turn by turn   answers.py      sources of answers
     partial.py        answers so far          endpoint.py     answers of a server
-    connection.py     HTTP to it              completions.py  its requests and replies
+    connection.py     HTTP client             completions.py  requests and replies
 
 Grids, for train.grid:
 
-    grid_runs.py      runs, matched cells     grid_decoding.py  their real tau
+    grid_runs.py      runs, matched cells     grid_decoding.py  real tau of the runs
     grid_report.py    JSON and Markdown
 """

@@ -1,4 +1,4 @@
-"""Where answers come from: questions go in, and answers come out as they are ready.
+"""Sources of answers: questions go in, and answers come out in order of completion.
 
 ask(TargetQuestion) -->  an engine on this machine (here)     --> next() -> TargetAnswer
                     -->  a server somewhere (endpoint.py)     -->
@@ -17,26 +17,26 @@ from moa_jax.errors import InputError
 
 
 class TargetQuestion(NamedTuple):
-    """A prompt that wants an answer."""
+    """A prompt for the target to answer."""
 
-    number: int  # of its conversation, which has one question at a time
+    number: int  # of its conversation, which has at most one open question
     prompt_ids: list[int]
-    messages: list[Message]  # of which the chat template made the prompt
-    sampling: Sampling  # with its own seed
+    messages: list[Message]  # the chat template's input for `prompt_ids`
+    sampling: Sampling  # with the question's own seed
 
 
 class TargetAnswer(NamedTuple):
-    """What the target said."""
+    """The target's answer to a question."""
 
     number: int  # of the question
-    token_ids: list[int]  # with the stop token
-    text: str  # without special tokens, and without blanks around it
-    stopped: bool  # by itself; else it has as many tokens as it may
-    drifted: bool = False  # it came as a text that does not become its tokens again
+    token_ids: list[int]  # stop token included
+    text: str  # stripped, without special tokens
+    stopped: bool  # False: the answer was cut at the token limit
+    drifted: bool = False  # the server sent text only, and that text re-tokenizes differently
 
 
 class TargetRefusal(NamedTuple):
-    """The reason for which one question gets no answer."""
+    """The reason why a question gets no answer."""
 
     number: int  # of the question
     fault: str
@@ -45,17 +45,17 @@ class TargetRefusal(NamedTuple):
 class Answers(Protocol):
     """A source of answers; its threads live as long as the context."""
 
-    most_asked: int  # questions that may wait for answers
+    most_asked: int  # most open questions at a time
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exception: object) -> None: ...
 
     def ask(self, question: TargetQuestion) -> None:
-        """Takes a question and returns at once."""
+        """Submits a question and returns at once."""
 
     def next(self) -> TargetAnswer | TargetRefusal:
-        """The next answer to any question; raises InputError where none will come."""
+        """Waits for the next answer to any question; raises InputError if no answer will come."""
 
 
 class LocalAnswers:
@@ -64,7 +64,7 @@ class LocalAnswers:
     def __init__(
         self, engine: Engine, tokenizer: Any, max_new_tokens: int, stop_ids: tuple[int, ...]
     ) -> None:
-        self.most_asked = engine.num_slots + 1 + engine.num_slots // 8  # no seat waits for the host
+        self.most_asked = engine.num_slots + 1 + engine.num_slots // 8  # no slot waits for the host
         self._engine, self._tokenizer = engine, tokenizer
         self._max_new_tokens, self._stop_ids = max_new_tokens, stop_ids
         self._ended: queue.SimpleQueue[tuple[int, list[int], News | str]] = queue.SimpleQueue()
@@ -77,7 +77,7 @@ class LocalAnswers:
         self._engine.close()
 
     def ask(self, question: TargetQuestion) -> None:
-        """Takes a question; one that does not fit the engine is refused by `next`."""
+        """Submits a question; `next` returns a refusal if the question does not fit the engine."""
         tokens: list[int] = []
 
         def hear(news: News) -> None:
@@ -88,17 +88,20 @@ class LocalAnswers:
         prompt, new = tuple(question.prompt_ids), self._max_new_tokens
         try:
             self._engine.submit(Request(prompt, new, self._stop_ids, question.sampling), hear)
-        except (Closed, Full):  # concern all questions
+        except (Closed, Full):  # these concern all questions
             raise
         except InputError as error:
             self._ended.put((question.number, [], str(error)))
 
     def next(self) -> TargetAnswer | TargetRefusal:
-        """The next answer; a fault of the engine is raised."""
+        """Waits for the next answer or refusal.
+
+        Raises InputError if the engine fails a request, RuntimeError if the engine cancels one.
+        """
         number, tokens, news = self._ended.get()
         if isinstance(news, str):
             return TargetRefusal(number, news)
-        if news.finish == "error":  # such as weights that hold NaN: each answer would fail
+        if news.finish == "error":  # such as NaN in the weights, which fails every answer
             raise InputError(news.error)
         if news.finish not in ("stop", "length"):
             raise RuntimeError(f"an answer was {news.finish}")
@@ -106,5 +109,5 @@ class LocalAnswers:
 
 
 def text_of(tokenizer: Any, token_ids: list[int]) -> str:
-    """An answer as people read it."""
+    """The text of an answer, stripped, without special tokens."""
     return detokenizer_of(tokenizer).decode(token_ids).strip()

@@ -1,8 +1,9 @@
 """Questions as requests for /v1/completions, and replies as answers.
 
-Prompts go as token ids. Answers come as token ids with `return_token_ids`, which vLLM, SGLang and
-infer.serve know. A server that takes no ids gets the text of the chat template. An answer without
-ids is tokenised here. An answer that stopped without its stop token gets the tokenizer's own.
+Requests send prompts as token ids, and `return_token_ids`, which vLLM, SGLang and infer.serve
+support, makes replies hold token ids. A server that takes no ids gets the text of the chat
+template. An answer without ids is tokenised here. A stopped answer without its stop token gets the
+end-of-turn token of the chat template, or else the tokenizer's eos.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ class AnswerFields:
     vocab_size: int
     max_new_tokens: int
     stop_ids: tuple[int, ...]
-    ignore_stop: bool = False  # answers go on past their end
-    turn_id: int | None = None  # of `stop_ids`, the one that the chat template writes
+    ignore_stop: bool = False  # answers continue past their end
+    turn_id: int | None = None  # the member of `stop_ids` that the chat template writes
 
     def fields(self, law: Sampling) -> dict[str, Any]:
-        """The part of a request that does not depend on the prompt.
+        """The fields of a request that do not depend on the prompt.
 
-        Settings that change nothing are sent, too: servers take other defaults from the model's
+        Settings without effect are sent too, since servers take other defaults from the model's
         generation config.
         """
         fields: dict[str, Any] = {"max_tokens": self.max_new_tokens, "repetition_penalty": 1.0}
@@ -46,7 +47,7 @@ class AnswerFields:
 
 
 class Capabilities(NamedTuple):
-    """Whether a server takes token ids as a prompt and returns those of an answer."""
+    """Whether a server takes prompts as token ids and returns the token ids of answers."""
 
     takes_ids: bool
     gives_ids: bool
@@ -61,7 +62,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class CompletionUsage(msgspec.Struct):
-    """The counts of tokens, which some servers leave out."""
+    """The token counts, which some servers leave out."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -85,22 +86,22 @@ class Completions:
     speech: Capabilities = Capabilities(True, True)
 
     def request(self, question: TargetQuestion) -> dict[str, Any]:
-        """The object to post."""
+        """The JSON object to post for a question."""
         fields: dict[str, Any] = self.wanted.fields(question.sampling) | {"model": self.model}
         if self.speech.takes_ids:
             fields["prompt"] = question.prompt_ids
-        else:  # in which the template has written all special tokens
+        else:  # the rendered template already holds all special tokens
             tokenizer, messages = self.wanted.tokenizer, question.messages
             fields["prompt"] = chat.render(tokenizer, messages, generation_prompt=True)
             fields["add_special_tokens"] = False
         if self.speech.gives_ids:
             fields["return_token_ids"] = True
         elif self.wanted.ignore_stop:
-            fields["skip_special_tokens"] = False  # else they could not be tokenised again
+            fields["skip_special_tokens"] = False  # tokenising the answer needs them
         return fields
 
     def answer(self, reply: dict[str, Any], question: TargetQuestion) -> TargetAnswer:
-        """The answer in a reply; raises RetryableError for half of one, or InputError."""
+        """The answer in a reply; raises RetryableError for an incomplete reply, or InputError."""
         choice, count = self.choice(reply, question)
         stopped, token_ids = choice.finish_reason == "stop", choice.token_ids
         if not self.speech.gives_ids:
@@ -116,9 +117,10 @@ class Completions:
     def choice(
         self, reply: dict[str, Any], question: TargetQuestion
     ) -> tuple[CompletionChoice, int | None]:
-        """The choice that answers this question with this model, and its tokens; raises as above.
+        """The choice of a reply, and the answer's number of tokens, None if not stated.
 
-        The number of tokens is None where the server does not state it.
+        Raises RetryableError for an incomplete reply, and InputError for a reply of another model
+        or to a prompt of another length.
         """
         try:
             found = msgspec.convert(reply, CompletionReply)
@@ -140,18 +142,18 @@ class Completions:
         return choice, usage.completion_tokens
 
     def _tokenised(self, number: int, text: str, stopped: bool, count: int | None) -> TargetAnswer:
-        """An answer that came as a text, of `count` tokens where the server states the number."""
+        """The answer with this text; `count` is the server's number of tokens, None if unknown."""
         tokenizer = self.wanted.tokenizer
-        sent, text = text, text.encode(errors="replace").decode()  # lone surrogates have no form
+        sent, text = text, text.encode(errors="replace").decode()  # UTF-8 has no lone surrogates
         token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         same = tokenizer.decode(token_ids) == sent
-        if count is not None:  # the token that ends an answer is not in its text
+        if count is not None:  # the text lacks the stop token
             same &= len(token_ids) in (count, count - stopped)
         token_ids = self._with_stop(token_ids) if stopped else token_ids
         return TargetAnswer(number, token_ids, text.strip(), stopped, drifted=not same)
 
     def _with_stop(self, token_ids: list[int]) -> list[int]:
-        """The answer with the token that stopped it, which some servers leave out."""
+        """The answer's ids with the final stop token, which some servers leave out."""
         stop_ids = self.wanted.stop_ids
         if not stop_ids or (token_ids and token_ids[-1] in stop_ids):
             return token_ids
@@ -159,7 +161,7 @@ class Completions:
         return [*token_ids, next((each for each in own if each in stop_ids), stop_ids[0])]
 
     def _check_end(self, stopped: bool, count: int | None) -> None:
-        """Raises InputError for an answer that ended where it should not."""
+        """Raises InputError for an answer cut below the limit, or stopped despite `ignore_stop`."""
         most = self.wanted.max_new_tokens
         if not stopped and count is not None and count < most:
             raise InputError(

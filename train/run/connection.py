@@ -1,6 +1,6 @@
 """HTTP requests to a server that speaks JSON, and their errors.
 
-The same request may succeed later after a RetryableError, and will not after an InputError.
+A request may succeed later after a RetryableError, but not after an InputError.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ import httpx
 
 from moa_jax.errors import InputError, first_line
 
-RETRYABLE = (408, 425, 429)  # beside all statuses from 500 on
+RETRYABLE = (408, 425, 429)  # in addition to all statuses from 500 on
 TOO_MANY = 429
 NO_KEY = (401, 403)
-OF_THE_PROMPT = (400, 413, 422)  # where other requests of the same kind are answered
+OF_THE_PROMPT = (400, 413, 422)  # faults of one prompt: other requests still succeed
 
 
 class RetryableError(Exception):
     """A request that failed and may succeed later."""
 
     def __init__(self, what: str, *, wait_s: float = 0.0, busy: bool = False) -> None:
-        """`wait_s` is the server's own Retry-After; `busy`: the server has others to serve."""
+        """`wait_s` is the server's own Retry-After; `busy` means that the status is 429."""
         super().__init__(what)
         self.wait_s, self.busy = wait_s, busy
 
 
 class RefusedByServer(InputError):
-    """The server will not answer such a request."""
+    """A request that the server refuses permanently."""
 
     def __init__(self, line: str, status: int) -> None:
-        """`status` is that of the reply."""
+        """`status` is the HTTP status of the reply."""
         super().__init__(line)
         self.status = status
 
 
 def address_of(url: str) -> str:
-    """The URL of a server without a /v1 at the end; raises InputError."""
+    """The URL of a server without a trailing /v1; raises InputError for an invalid URL."""
     url = url.strip()
     if not all("!" <= letter <= "~" for letter in url):
         raise InputError("a URL with blanks or letters outside ASCII: write http://HOST:PORT")
@@ -59,7 +59,7 @@ def address_of(url: str) -> str:
 
 
 class EndpointClient:
-    """A client of one server, whose connections stay open and are shared by all threads."""
+    """A client of one server; connections stay open, and all threads share them."""
 
     def __init__(self, address: str, key: str | None, timeout_s: float, connections: int) -> None:
         """`timeout_s` bounds each wait for the server's next bytes."""
@@ -78,11 +78,11 @@ class EndpointClient:
         self._http.close()
 
     def get(self, path: str) -> dict[str, Any]:
-        """The object at a path; raises RetryableError, RefusedByServer, and InputError."""
+        """The JSON object at a path; raises RetryableError, RefusedByServer and InputError."""
         return self._object("GET", path)
 
     def post(self, path: str, content: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply to an object; raises RetryableError, RefusedByServer, and InputError."""
+        """The reply to a posted object; raises RetryableError, RefusedByServer and InputError."""
         headers = {"Content-Type": "application/json"}
         return self._object("POST", path, content=json.dumps(content), headers=headers)
 
@@ -99,9 +99,10 @@ class EndpointClient:
         return found
 
     def _response(self, method: str, url: str, **options: Any) -> httpx.Response:
-        """The reply to a request, which is sent again if the server had closed an idle connection.
+        """Sends a request and returns the reply; resends if an idle connection had been closed.
 
-        httpx traces the steps of a request: a new connection, the headers of the reply.
+        The trace of httpx lists the steps of a request, such as a new connection or the headers
+        of the reply.
         """
         steps: list[str] = []
         trace = {"trace": lambda step, _: steps.append(step)}
@@ -123,7 +124,7 @@ class EndpointClient:
         return self._response(method, url, **options)
 
     def _error(self, response: httpx.Response) -> Exception:
-        """The exception for a reply with another status than 200."""
+        """The exception for a reply with a status other than 200."""
         status, headers = response.status_code, response.headers
         reply = f"status {status}{_message(response.content)}"
         if status in RETRYABLE or status >= httpx.codes.INTERNAL_SERVER_ERROR:
@@ -138,7 +139,7 @@ class EndpointClient:
 
 
 def _message(data: bytes) -> str:
-    """The message of an error in OpenAI's shape or as plain text, cut to a line."""
+    """The message of an error in OpenAI's format or as plain text, cut to 200 characters."""
     text = data.decode(errors="replace")
     with contextlib.suppress(ValueError):
         found = json.loads(text)
@@ -150,7 +151,7 @@ def _message(data: bytes) -> str:
 
 
 def _seconds(retry_after: str) -> float:
-    """The seconds in a Retry-After, which holds a number or a date; 0 for anything else."""
+    """The seconds to wait for a Retry-After, a number or a date; 0 for any other value."""
     with contextlib.suppress(ValueError):
         return max(float(retry_after), 0.0)
     with contextlib.suppress(ValueError):

@@ -1,12 +1,13 @@
-"""Conversations that a target answers anew, turn by turn.
+"""Conversations whose answers the target regenerates, turn by turn.
 
-A conversation becomes a line of its messages and of the ids of each answer:
+A conversation becomes a JSON line with its messages and the ids per answer:
 
     {"messages": [...], "answers": [{"prompt_ids": [...], "token_ids": [...],
                                      "finish_reason": "stop"}, ...]}
 
-`prompt_ids` is all that the target read, earlier turns included. `token_ids` is all that it wrote,
-its stop token included. An answer cut at the limit has the reason `length` and is the last one.
+`prompt_ids` holds all tokens that the target read, earlier turns included. `token_ids` holds all
+tokens that the target generated, stop token included. An answer cut at the limit has the
+`finish_reason` `length` and is the last answer.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from train.run.partial import Partial
 
 
 class AnswerRules(NamedTuple):
-    """What is asked of every answer, and which prompts are asked at all."""
+    """Length limits of prompts and answers, and the sampling parameters of all answers."""
 
     tokenizer: Any
     vocab_size: int
     max_prompt: int  # tokens
     max_new_tokens: int
-    ignore_stop: bool  # answers go on past their end, and only their ids are kept
-    law: Sampling  # with the seed of all that is drawn
+    ignore_stop: bool  # answers continue past their end, and only ids are written
+    law: Sampling  # the seeds of all sampled answers derive from its seed
 
 
 class Conversation:
-    """One record while it is answered: its messages and answers so far, and the present prompt."""
+    """A record in progress: its messages and answers so far, and its current prompt."""
 
     def __init__(
         self, record: dict[str, Any] | InputError, rules: AnswerRules, number: int = 0
     ) -> None:
-        """`number` is the record's place among all; a fault stands for an unreadable one."""
+        """`number` is the record's index among all; an InputError replaces an unreadable record."""
         self.record, self.rules, self.number = record, rules, number
         self.said: list[Message] = []
         self.prompt: list[int] | None = None
@@ -53,14 +54,14 @@ class Conversation:
         self._turns = self._messages()
 
     def ask(self) -> None:
-        """Moves to the next user turn and sets its prompt, None at the end."""
+        """Moves to the next user turn and sets `prompt`, None at the end of the conversation."""
         try:
             self.prompt = self._next_prompt()
         except InputError as error:
             self.end(str(error))
 
     def question(self) -> TargetQuestion:
-        """The prompt that waits for an answer; what is drawn is the same in every shard."""
+        """The current prompt as a question; its sampling seed does not depend on the shard."""
         law = self.rules.law
         if law.temperature:
             key = np.random.SeedSequence((law.seed, self.number, len(self.said)))
@@ -68,7 +69,7 @@ class Conversation:
         return TargetQuestion(self.number, self.prompt, self._asked, law)
 
     def take(self, answer: TargetAnswer) -> None:
-        """Adds the answer to the present prompt; a cut answer is the last one."""
+        """Adds the answer to the current prompt; a cut or empty answer ends the conversation."""
         past_end, most = self.rules.ignore_stop, self.rules.max_new_tokens
         if not (answer.text or past_end):
             self.end("an answer without text: the target had nothing to say")
@@ -83,7 +84,7 @@ class Conversation:
             self.end(f"an answer is cut at {most} tokens: raise --max-new-tokens for longer ones")
 
     def end(self, fault: str) -> None:
-        """Ends the conversation: no other question follows."""
+        """Ends the conversation, so that no question follows; `fault` is the reason or empty."""
         self.fault, self.prompt, self._turns = fault, None, iter(())
 
     def line(self) -> str | None:
@@ -91,7 +92,7 @@ class Conversation:
         if not self._answers:
             return None
         whole = {"messages": self.said, "answers": self._answers}
-        # Text that goes on past its end is no message, so its one answer stands alone.
+        # Text past the end of an answer is not a message, so the answer is written alone.
         written = self._answers[0] if self.rules.ignore_stop else whole
         about = {key: self.record.get(key) for key in ("source", "license")}
         kept = {key: value for key, value in about.items() if isinstance(value, str | int)}
@@ -109,7 +110,7 @@ class Conversation:
             self._asked.append(message)
             if message["role"] == "user":
                 prompt = chat.prompt_ids(self.rules.tokenizer, self._asked)
-                chat.check_ids(prompt, self.rules.vocab_size)  # a tokenizer may have more tokens
+                chat.check_ids(prompt, self.rules.vocab_size)  # a tokenizer may have more ids
                 if len(prompt) > longest:
                     raise InputError(f"a prompt of more than {longest} tokens: raise --max-prompt")
                 return prompt
@@ -122,15 +123,16 @@ def answer_all(
     partial: Partial,
     is_over: Callable[[], None],
 ) -> None:
-    """Answers all conversations, as many side by side as `answers` takes.
+    """Answers all conversations, up to `answers.most_asked` at a time.
 
-    What was heard is in `partial` before the next is waited for; `is_over` is called at each end.
+    Every answer is in `partial` before the next answer is awaited. `is_over` is called once per
+    finished conversation.
     """
     under_way: dict[int, Conversation] = {}
     to_come = iter(talks)
 
     def go_on(talk: Conversation, answer: TargetAnswer | None = None) -> None:
-        """Asks on; the answer to the last question is written first."""
+        """Writes `answer` to `partial`, then submits the next question unless the talk is over."""
         talk.ask()
         if talk.prompt is None:
             under_way.pop(talk.number, None)

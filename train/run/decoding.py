@@ -1,4 +1,4 @@
-"""The real tau during training: a few validation prompts decoded with the drafter as it is."""
+"""Real tau during training: decodes a few validation prompts with the current drafter."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ MAX_NEW_TOKENS = 64
 def prompts_to_decode(
     config: DistillConfig, target: Target, validation: Batches
 ) -> list[list[int]]:
-    """As many prompts as `run.decode_prompts` asks for, if there are; `target` needs no weights.
+    """Up to `run.decode_prompts` validation prompts; `target` needs no weights.
 
-    Raises InputError where none leaves room.
+    Raises InputError if prompts are to be decoded and none leaves room for an answer.
     """
     wanted = config.run.decode_prompts
     prompts = fitting_prompts(validation, target, MAX_NEW_TOKENS, wanted)
@@ -46,10 +46,10 @@ def prompts_to_decode(
 def make_decode(
     config: DistillConfig, target: Target, prompts: list[list[int]], mesh: Mesh
 ) -> Callable[[Any], dict[str, float]]:
-    """(params) -> tau of greedy chains of the config's horizon on these prompts.
+    """(params) -> tau of greedy chains of depth `config.horizon + 1` on these prompts.
 
-    Decoding wants layers one by one, so the target is held twice while it lasts. All devices of the
-    run's mesh decode together, and all its processes must make the same calls.
+    Decoding needs unstacked layers, so each call holds a second copy of the target. All devices of
+    the run's mesh decode together, and all processes must make the same calls.
     """
     method, depth = method_of(config.drafter), config.horizon + 1
     cut = _decoding_mesh(mesh, target.config)
@@ -68,7 +68,7 @@ def make_decode(
         else:
             session.weights = Weights(unstacked(), params)
         found = [session.generate([prompt], MAX_NEW_TOKENS)[0] for prompt in prompts]
-        session.target, session.weights = target, Weights(None, None)  # nothing of the copy stays
+        session.target, session.weights = target, Weights(None, None)  # frees the copy
         rounds = sum(result.rounds for result in found)
         return {"tau": sum(sum(result.accept_lengths) for result in found) / max(rounds, 1)}
 
@@ -76,7 +76,7 @@ def make_decode(
 
 
 def _decoding_mesh(mesh: Mesh, target: TargetConfig) -> Mesh | None:
-    """The devices of a mesh for training as one for decoding, in the same order; None for one."""
+    """A decoding mesh of the training mesh's devices, in the same order; None for one device."""
     if mesh.size == 1:
         return None
     tensor = math.gcd(mesh.size, target.block.num_kv_heads, target.block.intermediate_size)
@@ -87,7 +87,7 @@ def _decoding_mesh(mesh: Mesh, target: TargetConfig) -> Mesh | None:
 def _laid(
     params: Any, change: Callable[[Any], Any], table: convert.Table, mesh: Mesh | None
 ) -> Any:
-    """Changed parameters where decoding wants them."""
+    """`change(params)`, with the shardings of decoding unless `mesh` is None."""
     if mesh is None:
         return change(params)
     where = sharding.for_decoding(table, mesh).sharding_of
@@ -104,16 +104,17 @@ def _unstacked(params: Any) -> Any:
 def fitting_prompts(
     validation: Batches, target: Target, max_new_tokens: int, most: int | None = None
 ) -> list[list[int]]:
-    """The first prompts of the validation data that leave room for an answer, at most `most`."""
+    """The first prompts of the validation data that leave room for an answer, up to `most`."""
     room = Room(target.config.max_position_embeddings)
     fitting = (p for p in prompts_of(validation) if room.behind(len(p)) >= max_new_tokens)
     return list(map(list, itertools.islice(fitting, most)))
 
 
 def prompts_of(source: Batches) -> Iterator[tuple[int, ...]]:
-    """What stands before each answer, once: first ones of all conversations, then second ones, ...
+    """Distinct prompts: the first prompt of every conversation, then the second prompts, ...
 
-    Conversations come as the batches of an epoch do, and then those that fill no batch.
+    A prompt is all tokens before an answer. Conversations come in the order of an epoch's batches,
+    then those in rows that fill no batch.
     """
     dealt = (int(number) for step in range(len(source)) for number in source.numbers(step))
     numbers = dict.fromkeys([*dealt, *range(source.num_rows)])
@@ -136,7 +137,7 @@ def prompts_of(source: Batches) -> Iterator[tuple[int, ...]]:
 def conversations(
     source: Batches | Mixture, numbers: Iterable[int]
 ) -> Iterator[list[tuple[int, ...]]]:
-    """The prompts of each conversation in the rows with these numbers."""
+    """The prompts per conversation in the rows with these numbers."""
     for number in numbers:
         row = Batch(*(array[0] for array in source.take(np.array([number]))))
         for segment in range(1, int(row.segment_BT.max()) + 1):

@@ -2,9 +2,9 @@
 
     question -> a thread of its own -> EndpointClient -> answer
 
-First a request of one token finds out whether the server takes and returns token ids. A request
-that may succeed later is retried after growing waits. After a failure that stays no new question is
-sent, and answers under way are still returned.
+First, requests of one token find out whether the server takes and returns token ids. Retryable
+requests are sent again after growing waits. After a permanent failure no new question is sent, and
+answers in flight are still returned.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from train.run.completions import AnswerFields, Capabilities, Completions
 from train.run.connection import OF_THE_PROMPT, EndpointClient, RefusedByServer, RetryableError
 
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
-TRIES = 5  # of one request
-FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 60.0  # the waits between them double
+TRIES = 5  # per request
+FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 60.0  # the waits between tries double
 P, T = ParamSpec("P"), TypeVar("T")
 
 
 class Patience:
-    """Retries requests, for all threads that ask one server."""
+    """Retries requests, for all threads that use one server."""
 
     def __init__(self, address: str, notice: Callable[[str], None]) -> None:
         self.stopping = threading.Event()  # ends all waits
         self._address, self._notice = address, notice
         self._num_replies = 0
-        self._noticed: set[str] = set()  # each trouble once
+        self._noticed: set[str] = set()  # messages already shown
 
     def ask(self, request: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """The result of a request; raises InputError after TRIES failures in a row.
 
-        That the server is busy does not count as a failure while the server answers others.
+        Status 429 uses up no try but the last while the server answers other requests. After
+        `stopping` is set the first failure raises InputError.
         """
         tries, wait_s = 1, FIRST_WAIT_S
         while True:
@@ -67,11 +68,11 @@ class Patience:
         if str(trouble) not in self._noticed:
             self._noticed.add(str(trouble))
             self._notice(f"{self._address}: {trouble}; again in {seconds:g} s")
-        self.stopping.wait(seconds * random.uniform(1.0, 1.25))  # not all threads at once
+        self.stopping.wait(seconds * random.uniform(1.0, 1.25))  # not all at the same time
 
 
 class ModelCard(msgspec.Struct):
-    """A model in the server's list; vLLM, SGLang and infer.serve state the length."""
+    """A model in the server's list; vLLM, SGLang and infer.serve state `max_model_len`."""
 
     id: str
     max_model_len: int | None = None
@@ -95,10 +96,10 @@ class EndpointAnswers:
         most_asked: int,
         notice: Callable[[str], None],
     ) -> None:
-        """Asks the server for its models and capabilities; `model` None is the only one it has.
+        """Queries the server's models and capabilities; `model` None is the server's only model.
 
-        `notice` shows a trouble to the user. Raises InputError for a server that cannot be reached,
-        refuses the key, or lacks the model.
+        `notice` shows a message to the user. Raises InputError for a server that cannot be reached,
+        refuses the key, lacks the model, or states a context length too short for the flags.
         """
         self.most_asked, self._num_asked = most_asked, 0
         self._answers: queue.SimpleQueue[TargetAnswer | TargetRefusal | Exception]
@@ -121,14 +122,14 @@ class EndpointAnswers:
         self._client.close()
 
     def ask(self, question: TargetQuestion) -> None:
-        """Sends a question, unless another one has failed."""
+        """Sends a question in a new thread, unless an earlier question has failed."""
         if not self._patience.stopping.is_set():
             self._num_asked += 1
-            # A daemon: Ctrl-C does not wait for the server.
+            # A daemon thread: Ctrl-C does not wait for the server.
             threading.Thread(target=self._work, args=(question,), daemon=True).start()
 
     def next(self) -> TargetAnswer | TargetRefusal:
-        """The next answer; raises a question's failure after the answers to all others."""
+        """Waits for the next answer; raises a failure after the answers to all other questions."""
         while self._num_asked:
             answer = self._answers.get()
             self._num_asked -= 1
@@ -140,7 +141,7 @@ class EndpointAnswers:
     def _work(self, question: TargetQuestion) -> None:
         try:
             answer = self._patience.ask(self._answer, question)
-        except Exception as error:  # of any kind: the main thread raises it
+        except Exception as error:  # any kind: the main thread raises the error
             self._failure = self._failure or error
             self._stop()
             answer = error
@@ -159,7 +160,7 @@ class EndpointAnswers:
         return self._completions.answer(reply, question)
 
     def _capabilities(self, completions: Completions) -> Capabilities:
-        """What the server takes and returns beside text, found by requests of one token."""
+        """Whether the server takes and returns token ids, found by requests of one token."""
         hello = [{"role": "user", "content": "Hello"}]
         prompt_ids = chat.prompt_ids(completions.wanted.tokenizer, hello)
         question = TargetQuestion(0, prompt_ids, hello, Sampling())
@@ -181,7 +182,7 @@ class EndpointAnswers:
 
 
 def _models(client: EndpointClient) -> list[ModelCard]:
-    """The models of a server; raises RetryableError for a reply without a list of them."""
+    """The models of a server; raises RetryableError for a reply without a list of models."""
     try:
         return msgspec.convert(client.get(MODELS), ModelList).data
     except msgspec.ValidationError as error:
@@ -189,7 +190,7 @@ def _models(client: EndpointClient) -> list[ModelCard]:
 
 
 def _card_of(cards: list[ModelCard], model: str | None, address: str) -> ModelCard:
-    """The model with this name, or the only one; raises InputError."""
+    """The model with this name, or the only model if `model` is None; raises InputError."""
     if model is None and len(cards) == 1:
         return cards[0]
     for card in cards:
@@ -201,7 +202,7 @@ def _card_of(cards: list[ModelCard], model: str | None, address: str) -> ModelCa
 
 
 def _check_length(card: ModelCard, new: int, max_prompt: int, address: str) -> None:
-    """Raises InputError where the server states that a prompt with its answer does not fit."""
+    """Raises InputError if the longest prompt and answer exceed the server's stated length."""
     most = card.max_model_len
     if most is not None and max_prompt + new > most:
         raise InputError(

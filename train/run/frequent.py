@@ -1,4 +1,4 @@
-"""The draft vocabulary of a run's own data: the tokens that its answers hold most often."""
+"""The draft vocabulary of a run's own data: the most frequent tokens of its answers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from moa_jax.data.batches import Batches, Mixture
 from moa_jax.decode.vocabulary import DraftVocabulary, coverage, most_frequent, vocabulary_of
 from moa_jax.pretrained import Target
 
-ROWS = 4096  # read at a time: rows on disk may be more than memory holds
+ROWS = 4096  # read at a time: rows on disk may not fit in memory
 
 
 def frequent_in(train: Batches | Mixture, size: int, target: Target) -> DraftVocabulary:
-    """The `size` tokens that answers hold most often, those that end text among them.
+    """The `size` most frequent tokens of the answers, including all eos ids of the target.
 
-    Sources of a mixture count by their shares. A line on stderr says how much of the answers they
-    cover. Raises InputError as `check_size`.
+    Sources of a mixture count by their shares. Prints the share of answer tokens that the
+    vocabulary covers on stderr. Raises InputError as `check_size`.
     """
     vocab_size = target.config.vocab_size
-    if isinstance(train, Mixture):  # how often a row that is dealt holds each token
+    if isinstance(train, Mixture):  # expected counts per row of the mixture
         pairs = zip(train.shares_P, train.sources, strict=True)
         parts = [share * _counts(rows, vocab_size) / len(rows.tokens_BT) for share, rows in pairs]
         weight_V = np.sum(parts, axis=0)
@@ -37,7 +37,7 @@ def frequent_in(train: Batches | Mixture, size: int, target: Target) -> DraftVoc
 
 
 def _counts(rows: Batch, vocab_size: int) -> np.ndarray:
-    """How often the answers hold each token, int64 (V,)."""
+    """The number of times each token occurs in the answers, int64 (V,)."""
     count_V = np.zeros(vocab_size, np.int64)
     for start in range(0, len(rows.tokens_BT), ROWS):
         here = np.arange(start, min(start + ROWS, len(rows.tokens_BT)))

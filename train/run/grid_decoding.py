@@ -20,12 +20,12 @@ from moa_jax.pretrained import Target
 from train.run.decoding import conversations, fitting_prompts
 from train.run.grid_runs import GridRun
 
-BATCH = 16  # prompts decoded side by side; tau is that of each alone
+BATCH = 16  # prompts decoded together; the batch does not change tau
 PROMPTS = "distinct, first turns before later ones, none of them trained on"
-ENDINGS = {"tau": None, "tau_past_end": []}  # the stop ids of each tau; None: the target's own
-FIRST = 3  # drafted positions whose acceptance is counted one by one
-DecodedCounts = dict[str, str]  # of one drafter, shape and ending
-Decoded = list[dict[str, DecodedCounts]]  # for each shape the counts by ending
+ENDINGS = {"tau": None, "tau_past_end": []}  # stop ids per tau; None: the target's own
+FIRST = 3  # drafted positions with acceptance counts of their own
+DecodedCounts = dict[str, str]  # per drafter, shape and ending
+Decoded = list[dict[str, DecodedCounts]]  # per shape, the counts by ending
 
 
 def decode(grid: GridConfig, runs: Sequence[GridRun]) -> Iterator[tuple[GridRun, Decoded]]:
@@ -42,10 +42,10 @@ def decode(grid: GridConfig, runs: Sequence[GridRun]) -> Iterator[tuple[GridRun,
 
 
 def decoding_of(grid: GridConfig) -> dict[str, Any]:
-    """The settings that every drafter of a grid decodes with, as JSON gives them back."""
+    """The decoding settings of all drafters of a grid, with the values that JSON reads back."""
     return {
         "shapes": [_name_of(shape) for shape in grid.shapes],
-        # Two static trees may have one name.
+        # Two static trees may have the same name.
         "shapes_in_full": [json.loads(json.dumps(dataclasses.asdict(s))) for s in grid.shapes],
         "prompts": grid.prompts,
         "prompts_are": PROMPTS,
@@ -60,10 +60,10 @@ def _name_of(shape: DraftShape) -> str:
 
 
 def prompts_of(grid: GridConfig, target: Target) -> list[list[int]]:
-    """The prompts of the reference's validation data that all drafters answer.
+    """The prompts that all drafters answer, from the validation data of the reference cell.
 
-    No conversation of any cell's training data has one. `target` needs no weights. Raises
-    InputError where no prompt is left.
+    Prompts that occur in the training data of any cell are left out. `target` needs no weights.
+    Raises InputError if no prompt is left.
     """
     tokenizer = load_tokenizer(target.folder)
     load = lambda data, split: batches.load(data, tokenizer, target.config.vocab_size, split)[0]
@@ -85,11 +85,11 @@ def prompts_of(grid: GridConfig, target: Target) -> list[list[int]]:
 def _counts(
     session: Session, prompts: list[list[int]], max_new_tokens: int, stops: list[int] | None
 ) -> DecodedCounts:
-    """Tokens after the first one and rounds of each prompt; acceptance of the first positions."""
+    """Tokens after the first token and rounds per prompt; acceptance of the first positions."""
     found = []
     for start in range(0, len(prompts), BATCH):
         part = prompts[start : start + BATCH]
-        filled = part + part[:1] * (BATCH - len(part))  # one program for all
+        filled = part + part[:1] * (BATCH - len(part))  # one batch size, so one program
         found += session.generate(filled, max_new_tokens, stops)[: len(part)]
     whole = [length for result in found for length in result.accept_lengths[:-1]]
     at_least = [sum(length >= least for length in whole) for least in range(1, FIRST + 2)]
@@ -101,7 +101,7 @@ def _counts(
 
 
 def joined(ones: Iterable[int], others: Iterable[int]) -> str:
-    """`1/4 2/5`, as JSON would give each number a line."""
+    """Pairs as `1/4 2/5`; indented JSON would put each number on a line of its own."""
     return " ".join(f"{one}/{other}" for one, other in zip(ones, others, strict=True))
 
 

@@ -19,7 +19,7 @@ from moa_jax.version import __version__
 from train.run.grid_decoding import ENDINGS, FIRST, DecodedCounts, decoding_of, split
 from train.run.grid_runs import ALIKE, facts, inputs_of
 
-Row = dict[str, Any]  # one cell and seed at the best of its learning rates, as report.json has it
+Row = dict[str, Any]  # a row of report.json: a cell and seed at its best learning rate
 MEANING = """Tau: tokens per verification over all rounds of up to {prompts} held-out prompts
 ({prompts_are}), greedy, up to {max_new_tokens} tokens; past end: whatever the target would stop at.
 Brackets hold {share:.0%} of {draws:,} bootstrap draws of the prompts, the same for both drafters of
@@ -31,7 +31,7 @@ the last round of each answer."""
 def document_of(
     grid: GridConfig, rows: Sequence[Row], target: Target, sizes: Mapping[str, int], config: str
 ) -> dict[str, Any]:
-    """The report, ready for JSON; `sizes` are trainable parameters by cell, `config` a file."""
+    """The report as JSON types; `sizes` are trainable parameters by cell, `config` a file path."""
     reference = dict(grid.cells)[grid.reference]
     seeds: dict[str, dict[int, Row]] = {}
     for row in rows:
@@ -65,9 +65,10 @@ def document_of(
 
 
 def compared(rows: Sequence[Row], base: Mapping[int, Row]) -> list[dict[str, Any]] | None:
-    """For each shape and ending the tau of some seeds of a cell beside the reference's.
+    """Per shape and ending, `figures` of some seeds of a cell; None if they are not decoded.
 
-    A line of one seed is compared with the same seed of the reference.
+    A single seed is compared with the same seed of the reference, several seeds with all of the
+    reference's seeds.
     """
     if not rows[0]["decoded"]:
         return None
@@ -81,9 +82,9 @@ def compared(rows: Sequence[Row], base: Mapping[int, Row]) -> list[dict[str, Any
 
 
 def figures(seeds: Sequence[DecodedCounts], bases: Sequence[DecodedCounts]) -> dict[str, Any]:
-    """The mean tau of some seeds and its ratio to that of `bases`, with intervals.
+    """The mean tau of `seeds` and its ratio to the mean tau of `bases`, with intervals.
 
-    The counts of one seed stand beside them.
+    The result for a single seed also holds the counts of that seed.
     """
     read = lambda counts: TauCounts(*map(np.array, split(counts["tokens/rounds_by_prompt"])))
     ours, theirs = ([read(counts) for counts in each] for each in (seeds, bases))
@@ -98,7 +99,7 @@ def figures(seeds: Sequence[DecodedCounts], bases: Sequence[DecodedCounts]) -> d
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """The report in Markdown: a table of the runs, and one of tau for each shape."""
+    """The report in Markdown: a table of the runs, and a table of tau per shape."""
     rows, shared, reference = document["rows"], document["shared"], document["reference"]
     runs = [
         {
@@ -154,6 +155,6 @@ def _cells(decoded: Mapping[str, Any], reference: str) -> dict[str, str]:
 
 
 def _by_rate(taus: Mapping[str, float]) -> str:
-    """In the order of the rates, which JSON does not keep."""
+    """Formats tau by learning rate in numeric order, which the sorted keys of JSON do not keep."""
     ordered = sorted(taus.items(), key=lambda item: float(item[0]))
     return ", ".join(f"{rate}: {number(tau)}" for rate, tau in ordered)

@@ -24,7 +24,7 @@ from moa_jax.pretrained import Target
 from moa_jax.training.fingerprint import changes, fingerprint, listed
 from train.distill import with_vocabulary
 
-# Settings of matched cells that must be equal; the starts of dotted names.
+# Prefixes of the dotted names of settings that matched cells must share.
 ALIKE = ("target", "data", "optim.total_steps", "optim.accumulate", "horizon", "run.dtype")
 HASH_LENGTH = 16  # hexadecimal digits kept of a SHA-256
 
@@ -39,12 +39,12 @@ class GridRun(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Where the run keeps its files."""
+        """The folder of the run's files."""
         return Path(self.config.run.directory)
 
 
 def runs_of(grid: GridConfig) -> list[GridRun]:
-    """All runs, the learning rates of a cell and seed one after the other."""
+    """All runs of a grid, ordered by seed, cell and learning rate."""
     runs = []
     for seed, (cell, config) in itertools.product(grid.seeds, grid.cells):
         for rate in grid.learning_rates or (config.optim.learning_rate,):
@@ -63,9 +63,9 @@ def chosen_runs(
     rates: Sequence[float] = (),
     seeds: Sequence[int] = (),
 ) -> list[GridRun]:
-    """The runs of these cells, rates and seeds; an empty list stands for all.
+    """The runs of these cells, rates and seeds; an empty list selects all.
 
-    Raises InputError for a cell, rate or seed that no run has, and where no run has all of them.
+    Raises InputError for a cell, rate or seed that no run has, and if no run matches all three.
     """
     chosen = {"cell": cells, "learning_rate": rates, "seed": seeds}
     for field, values in chosen.items():
@@ -82,10 +82,10 @@ def chosen_runs(
 
 
 def check_matched(grid: GridConfig, target: Target) -> dict[str, int]:
-    """Trainable parameters of each cell.
+    """The number of trainable parameters per cell.
 
-    Raises InputError for a cell outside `unmatched` that differs from the reference in data,
-    updates or size, and for another target of any cell.
+    Raises InputError for a cell outside `unmatched` that differs from the reference in size or in
+    the settings of `ALIKE`, such as data and updates, and for any cell with another target.
     """
     reference, sizes = fingerprint(dict(grid.cells)[grid.reference]), {}
     for name, config in grid.cells:
@@ -111,7 +111,7 @@ def check_matched(grid: GridConfig, target: Target) -> dict[str, int]:
 
 
 def inputs_of(grid: GridConfig, target: Target) -> dict[str, Any]:
-    """Facts of the target's files and of the data files of all cells, by name."""
+    """`facts` of the target's files and of the data files of all cells, by name."""
     name, found = grid.cells[0][1].target, {}
     for pattern in ("*.json", "*.safetensors", "*.gguf"):
         found |= {f"{name}: {file.name}": facts(file) for file in target.folder.glob(pattern)}
@@ -119,7 +119,7 @@ def inputs_of(grid: GridConfig, target: Target) -> dict[str, Any]:
 
 
 def files_of(config: DistillConfig) -> dict[str, Any]:
-    """Facts of the local data files that a run reads; missing files are left out."""
+    """`facts` of the local data files that a run reads, by name; missing files are left out."""
     found = {}
     for path in (*config.data.train, *config.data.validation):
         with contextlib.suppress(InputError):  # a report needs no data
@@ -132,7 +132,7 @@ def files_of(config: DistillConfig) -> dict[str, Any]:
 
 
 def facts(*files: Path) -> dict[str, Any]:
-    """Bytes and shortened hash of a file; of several the sum, and the hash of their hashes."""
+    """Bytes and shortened hash of a file; for several, the sum and the hash of their hashes."""
     stats = [size_and_time(file) for file in files]
     hashes = [_hash(file, *stat) for file, stat in zip(files, stats, strict=True)]
     short = (hashes[0] if len(hashes) == 1 else json_hash(hashes))[:HASH_LENGTH]
@@ -140,11 +140,11 @@ def facts(*files: Path) -> dict[str, Any]:
 
 
 def other_files(known: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One line for each file of `now` that has other content in `known`."""
+    """One line per file of `now` that has other content in `known`."""
     return [f"{name}: other content" for name in now if known.get(name, now[name]) != now[name]]
 
 
 @functools.cache
 def _hash(file: Path, size: int, changed: float) -> str:
-    """The hash of a file, read again only after a change, since every run of the grid asks."""
+    """The hash of a file; cached until the file changes, since all runs hash the same files."""
     return file_hash(file)

@@ -1,7 +1,7 @@
-"""The loop that every trainer runs: updates, metrics, evaluations, checkpoints, resume.
+"""The training loop of every trainer: updates, metrics, evaluations, checkpoints, resume.
 
-What a run computes depends on its settings alone: it may be killed at any moment, and the same
-command goes on to the same weights, optimiser state and metrics.jsonl.
+The result of a run depends on its settings alone: a run may be killed at any moment, and the same
+command resumes towards the same weights, optimiser state and metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ from moa_jax.training.update import Metrics, Params, TrainState
 from train.run.stop import StopRequest
 from train.run.watch import Watch
 
-Figures = dict[str, Any]  # numbers and lists of numbers, the same whenever they are taken
+Figures = dict[str, Any]  # deterministic numbers and lists of numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What sets one trainer apart from another. Every process of a run makes the same calls."""
+    """The parts of `fit` that differ by trainer. Every process of a run makes the same calls."""
 
     config: PretrainConfig | DistillConfig
     start: Callable[[], TrainState]  # a fresh state, on its devices
-    abstract: TrainState  # its shapes, dtypes and shardings, to read a checkpoint as
-    batch: Callable[[int], Batch]  # of a step from 0 on, on its devices
-    # Compiled; donates the state. Metrics as those of `moa_jax.training.update.make_update`.
+    abstract: TrainState  # shapes, dtypes and shardings of a restored checkpoint
+    batch: Callable[[int], Batch]  # (step, from 0) -> its batch, on its devices
+    # Compiled; donates the state. Returns metrics as `moa_jax.training.update.make_update` does.
     update: Callable[[TrainState, Any, Batch], tuple[TrainState, Metrics]]
-    evaluate: Callable[[Params, Any], Figures]  # (params, frozen) -> with `simulated_tau`, if any
-    data: dict[str, Any]  # what tells the rows of the batches from others
-    decode: Callable[[Params], Figures] | None = None  # at checkpoints; with `tau`
-    starts_trained: bool = False  # so that the start is worth an evaluation
-    flops_per_token: float | None = None  # of an update, recomputation left out
+    evaluate: Callable[[Params, Any], Figures]  # `simulated_tau` is one figure, if any
+    data: dict[str, Any]  # facts that identify the rows of the batches
+    decode: Callable[[Params], Figures] | None = None  # runs at checkpoints; has `tau`
+    starts_trained: bool = False  # then step 0 is evaluated, too
+    flops_per_token: float | None = None  # of an update, without recomputation
 
 
 def fit(job: Job, frozen: Any) -> Params | None:
     """Trains from the newest checkpoint or from `job.start()`; `frozen` is only read.
 
-    Returns the final weights, or None where the run was told to stop before its end: its state
-    is saved then. Raises InputError for a directory that is in use or another run's, for a disk
-    without room, and for a loss or gradient that is not finite, where run.not_finite is `stop`.
+    Returns the final weights, or None if a signal stopped the run before its end; the state of a
+    stopped run is saved. Raises InputError for a directory that is in use or belongs to another
+    run, for a disk without room, and, if run.not_finite is `stop`, for a loss or gradient that is
+    not finite.
     """
     config, total = job.config, job.config.optim.total_steps
     check(config)
@@ -61,7 +62,7 @@ def fit(job: Job, frozen: Any) -> Params | None:
             for step, tau in watch.taus.items():
                 checkpoints.rate(step, tau)
             stopped = stop.reached(done)
-            if not stopped:  # a run may have been cut between a save and its evaluation
+            if not stopped:  # an earlier run may have ended between a save and its evaluation
                 _measure(job, done, state.params, frozen, watch, checkpoints)
             while done < total and not stopped:
                 batch = job.batch(done)
@@ -71,7 +72,7 @@ def fit(job: Job, frozen: Any) -> Params | None:
                 watch.updated(done, metrics, batch)
                 stopped = stop.reached(done)
                 if not stopped and _is_due(done, config.run.save_every, total):
-                    watch.settle()  # what is saved is known to be finite
+                    watch.settle()  # the saved state is known to be finite
                     checkpoints.save(state)
                 if not stopped:
                     _measure(job, done, state.params, frozen, watch, checkpoints)
@@ -87,7 +88,7 @@ def fit(job: Job, frozen: Any) -> Params | None:
 def _measure(
     job: Job, step: int, params: Params, frozen: Any, watch: Watch, checkpoints: Checkpoints
 ) -> None:
-    """Evaluates and decodes where that is due and not yet recorded."""
+    """Evaluates and decodes at steps where either is due and not yet recorded."""
     run, total = job.config.run, job.config.optim.total_steps
     is_start = step == 0 and job.starts_trained
     if (is_start or _is_due(step, run.eval_every, total)) and watch.owes(step, "eval"):
@@ -108,7 +109,7 @@ def _is_due(step: int, every: int, total: int) -> bool:
 
 
 def check(config: PretrainConfig | DistillConfig) -> None:
-    """Raises InputError for settings that no run can have, before anything is loaded."""
+    """Raises InputError for settings that no run can have, before any data or model is loaded."""
     rows, parts = config.data.rows_per_batch, config.optim.accumulate
     if rows % parts:
         raise InputError(

@@ -1,13 +1,13 @@
-"""An output that grows answer by answer and survives being cut: OUTPUT.partial, then OUTPUT.
+"""An output that grows answer by answer and survives interruption: OUTPUT.partial, then OUTPUT.
 
-{"max_new_tokens": 64, "version": 2, ...}       the settings that decide the text
-{"number": 7, "token_ids": [52, 4], ...}        conversation 7 goes on after this answer
+{"max_new_tokens": 64, "version": 2, ...}       the settings that decide the answers
+{"number": 7, "token_ids": [52, 4], ...}        conversation 7 continues after this answer
 {"number": 4, "line": "{\\"messages\\": ..."}   conversation 4 is over, with its line
 {"number": 7, "fault": "a prompt of ..."}       conversation 7 is over, without a line
 
-A line may have a fault beside it: why the conversation ends early.
+An entry with a line may also have a fault: the reason why the conversation ends early.
 
-Conversations end in any order; the output has them in the order of their numbers.
+Conversations end in any order; the output is sorted by conversation number.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from moa_jax.files.json_text import to_json
 from moa_jax.files.places import lock_output
 from train.run.answers import TargetAnswer
 
-VERSION = 2  # of the entries: raise it when they are written in another way
+VERSION = 2  # of the entries; raise this number when their format changes
 
 
 class Partial:
-    """The growing output of one run; one that is killed leaves at most part of a line in it."""
+    """The growing output of one run; a killed run leaves at most one incomplete line at the end."""
 
     def __init__(self, output: Path, settings: dict[str, Any]) -> None:
-        """`settings` decide the text.
+        """`settings` are the settings that decide the answers.
 
-        Raises InputError for a file of other settings or of another version, and for one that
+        Raises InputError for a file of other settings or of another version, and for a file that
         cannot be written.
         """
         self.output, self.path = output, output.with_name(output.name + ".partial")
-        self.drifted = 0  # answers that came as texts which do not become their tokens again
+        self.drifted = 0  # answers whose text re-tokenizes differently
         self._over: dict[int, dict[str, Any]] = {}
         self._heard: defaultdict[int, list[TargetAnswer]] = defaultdict(list)
         with contextlib.ExitStack() as stack:
@@ -50,7 +50,7 @@ class Partial:
             self._note(entry)
 
     def _opened(self, stack: contextlib.ExitStack, header: bytes) -> list[dict[str, Any]]:
-        """Opens the file for this run alone; the entries that are there."""
+        """Opens and locks the file for this run, and returns its entries."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = stack.enter_context(self.path.open("a", encoding="utf-8"))
@@ -66,11 +66,11 @@ class Partial:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Another run may go on."""
+        """Closes the file, so that another run may lock it."""
         self._stack.close()
 
     def _continue(self, header: bytes) -> list[dict[str, Any]]:
-        """The entries that are there; a new file, or one cut at its creation, gets a header."""
+        """The entries of the file; drops an incomplete last line, and adds a missing header."""
         content = self.path.read_bytes()
         length = content.rfind(b"\n") + 1
         first, *lines = content[:length].splitlines() or [header]
@@ -86,19 +86,19 @@ class Partial:
 
     @property
     def over(self) -> Collection[int]:
-        """Numbers of the conversations that are over."""
+        """Numbers of the finished conversations."""
         return self._over.keys()
 
     def answers_of(self, number: int) -> Sequence[TargetAnswer]:
-        """The answers so far of a conversation that is not over."""
+        """The answers so far of an unfinished conversation."""
         return self._heard.get(number, ())
 
     def add(self, answer: TargetAnswer) -> None:
-        """Adds an answer after which its conversation goes on."""
+        """Adds an answer after which its conversation continues."""
         self._append(answer._asdict())
 
     def close(self, number: int, line: str | None, fault: str, drifted: bool = False) -> None:
-        """Adds the end of a conversation: its line, and why it has none or ends early."""
+        """Adds the end of a conversation: its line if any, and the reason for an early end."""
         end = {"line": line, "fault": fault, "drifted": drifted}
         self._append({"number": number} | {key: each for key, each in end.items() if each})
 
@@ -107,7 +107,8 @@ class Partial:
 
         Returns the faults of conversations without a line, and of those that end early, by number.
 
-        Raises InputError, and starts from nothing the next time, where there is no line.
+        Raises InputError if no conversation has a line, after deleting the partial file, and if the
+        output exists by now.
         """
         ends = dict(sorted(self._over.items()))
         faults = {number: end["fault"] for number, end in ends.items() if "fault" in end}
@@ -116,14 +117,14 @@ class Partial:
             self.path.unlink()
             ((fault, count),) = Counter(left_out.values()).most_common(1)
             raise InputError(f"none of {len(ends)} conversations got an answer; {count}: {fault}")
-        if self.output.exists():  # since this run began
+        if self.output.exists():  # created since this run began
             raise InputError(
                 f"{self.output} exists by now: move it away and give the same command again"
             )
         with whole_file(self.output) as fresh, fresh.open("w", encoding="utf-8") as file:
             file.writelines(end["line"] + "\n" for end in ends.values() if "line" in end)
             file.flush()
-            os.fsync(file.fileno())  # the answers are nowhere else in a moment
+            os.fsync(file.fileno())  # the partial file is deleted next
         self.path.unlink()
         return left_out, {number: faults[number] for number in faults.keys() - left_out.keys()}
 
@@ -142,7 +143,7 @@ class Partial:
 
 
 def _difference(first: bytes, header: bytes) -> str:
-    """The difference of a file's header from that of this run, and what to do about it."""
+    """The difference between a file's header and this run's header, and a remedy."""
     try:
         ours, theirs = json.loads(header), json.loads(first)
         unlike = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]

@@ -18,12 +18,12 @@ from moa_jax.files.places import place
 
 Config = TypeVar("Config")
 
-NO_PRESET = "none"  # says so where a program would choose one
+NO_PRESET = "none"  # no preset, also in programs that choose one
 WRITTEN = ("directory", "output", "cache", "tokenizer")  # settings that name what a run writes
 
 
 def config_parser(prog: str, description: str | None) -> Parser:
-    """A parser with `--config` and `--preset`, to which a program adds flags of its own."""
+    """A parser with `--config` and `--preset`; programs add flags of their own."""
     parser = Parser(prog, description)
     parser.add_argument("--config", required=True, help="a Python file that defines `config`")
     parser.add_argument(
@@ -46,7 +46,7 @@ def load_config(
 ) -> Config:
     """The `config` that the Python file at `path` defines, with overrides.
 
-    A preset of the file comes before them, and `~` is written out. Raises InputError as
+    The settings of `preset` apply before the overrides, and `~` is expanded. Raises InputError as
     `read_config`, `read_preset`, `overridden` and `expanded`.
     """
     config = read_config(path, kind)
@@ -55,18 +55,18 @@ def load_config(
 
 
 def overridden(config: Config, settings: Iterable[tuple[str, str]]) -> Config:
-    """A config with settings by their dotted names; of several values of one the last counts.
+    """A config with settings replaced by dotted name; the last value of a repeated name counts.
 
-    Settings that are valid together need no order. Raises InputError for an unknown name, and for
-    a value of the wrong type or size.
+    All settings are replaced together, so their order does not matter to checks. Raises InputError
+    for an unknown name, and for a value of the wrong type or size.
     """
     return _replace(config, [(name.split("."), value, name) for name, value in settings])
 
 
 def expanded(config: Config, above: str = "") -> Config:
-    """A config with the user's folder for `~` in all paths to write.
+    """A config with `~` expanded in all paths to write.
 
-    Raises InputError for one that is a URL. The folder of a run may be one of an object store.
+    Raises InputError for a path that is a URL. `run.directory` alone may be in an object store.
     """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
@@ -108,7 +108,7 @@ def _pairs(overrides: list[str]) -> list[tuple[str, str]]:
 
 
 def _replace(config: Config, settings: list[tuple[list[str], str, str]]) -> Config:
-    """`config` with settings (path, value, whole name), all at once, as its checks see them all."""
+    """`config` with settings (path, value, full name) replaced together, as checks see them all."""
     hints = typing.get_type_hints(type(config))
     values: dict[str, Any] = {}
     below: dict[str, list[tuple[list[str], str, str]]] = {}

@@ -1,4 +1,4 @@
-"""Asking a run to stop: SIGTERM, Ctrl-C, or the preemption of any of its processes."""
+"""Requests to stop a run: SIGTERM, Ctrl-C, or the preemption of any of its processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jax.experimental import multihost_utils
 
 
 class StopRequest:
-    """Notes a request to stop, which the loop obeys between two updates.
+    """Records a request to stop, which the loop obeys between two updates.
 
-    Several processes stop after the same update, whichever of them was told: jax's preemption
-    service chooses it. That service listens to SIGTERM itself, and Ctrl-C is passed on to it. In
-    one process a second Ctrl-C interrupts at once.
+    Several processes stop after the same update, whichever process got the signal: JAX's preemption
+    service chooses the update. The service handles SIGTERM itself, and Ctrl-C is forwarded as
+    SIGTERM. In a single process a second Ctrl-C interrupts at once.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class StopRequest:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # signals go to no other
+        if threading.current_thread() is threading.main_thread():  # others get no signals
             if jax.process_count() > 1:
                 self._listen(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
             else:
@@ -39,7 +39,7 @@ class StopRequest:
         self._before = {}
 
     def reached(self, step: int) -> str:
-        """Why to stop after this many updates, "" to go on; every process asks after each."""
+        """The reason to stop after `step` updates, or ""; every process calls this per update."""
         if jax.process_count() > 1:
             return "a preemption" if multihost_utils.reached_preemption_sync_point(step) else ""
         return self._name
@@ -49,4 +49,4 @@ class StopRequest:
 
     def _note(self, number: int, frame: object) -> None:
         self._name = signal.Signals(number).name
-        signal.signal(number, self._before[number])  # a second one means it
+        signal.signal(number, self._before[number])  # a second signal is not deferred

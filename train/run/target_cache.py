@@ -1,4 +1,4 @@
-"""The flags of a target cache, and the cache that a run reads: made if it is not there."""
+"""The flags of a target cache, and the cache that a run reads, built if missing."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from moa_jax.training.target_cache import (
     union,
 )
 
-ReadParts = Callable[[np.ndarray], Parts]  # numbers of rows -> (B, ...) each
+ReadParts = Callable[[np.ndarray], Parts]  # row numbers (B,) -> parts, (B, ...) each
 MOST_GB = 20.0
-# Settings that decide what is kept; the starts of `changes`.
+# Prefixes of the lines of `changes` for settings that decide the content of a cache.
 DECISIVE = ("target:", "run.dtype:") + tuple(
     f"data.{name}:"
     for name in "train weights sources answers max_length row_length pack longest_first".split()
@@ -45,15 +45,15 @@ DECISIVE = ("target:", "run.dtype:") + tuple(
 
 
 class CacheFlags(NamedTuple):
-    """Where activations of the target are kept, how much they may take, and for which drafters."""
+    """The folder of a target cache, its size limit in GB, and the activations to keep."""
 
     folder: Path
     most_gb: float
-    taps: Taps = Taps()  # beside those of the run's own drafter
+    taps: Taps = Taps()  # in addition to the taps of the run's own drafter
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """--target-cache and its limit."""
+    """Adds --target-cache and --target-cache-gb, the limit of its size."""
     group = parser.add_argument_group("target cache")
     group.add_argument(
         "--target-cache",
@@ -71,7 +71,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def flags_of(args: argparse.Namespace) -> CacheFlags | None:
-    """What the flags ask for; None without a cache."""
+    """The settings of the cache flags; None without --target-cache."""
     folder = args.target_cache
     return None if folder is None else CacheFlags(folder, args.target_cache_gb)
 
@@ -79,7 +79,10 @@ def flags_of(args: argparse.Namespace) -> CacheFlags | None:
 def shared(
     flags: CacheFlags, cells: Sequence[tuple[str, DistillConfig]], target_cfg: TargetConfig
 ) -> CacheFlags:
-    """One cache for the drafters of all these cells; InputError where their rows differ."""
+    """Settings of one cache for the drafters of all cells.
+
+    Raises InputError for cells with other rows, another target or another dtype.
+    """
     name, first = cells[0]
     for cell, config in cells:
         different = changes(fingerprint(first), config)
@@ -92,23 +95,23 @@ def shared(
 
 
 def taps_of(config: DistillConfig, target_cfg: TargetConfig) -> Taps:
-    """What the drafter of a run reads of its target."""
+    """The activations that the drafter of a run reads of its target."""
     return DRAFTERS[method_of(config.drafter)].make(config.drafter, target_cfg, config).taps
 
 
 def opened(
     flags: CacheFlags, config: DistillConfig, described: Target, source: Batches | Mixture
 ) -> TargetCache:
-    """The cache for these rows, as much of it as there is; says on stderr how large it is.
+    """The cache for these rows, possibly incomplete; prints the size of the cache on stderr.
 
-    Raises InputError for a cache that was made from something else or is damaged, for one above
-    the limit or without room on the disk, and where several processes train.
+    Raises InputError for a cache that was made from other inputs or is damaged, for a cache above
+    the limit or without room on the disk, and for several processes.
     """
     if jax.process_count() > 1:
         raise InputError("--target-cache needs one process: leave it out")
     row_length = config.data.row_length
     made_from = {
-        # Without the tokenizer, since the hash of the rows has its tokens.
+        # Without the tokenizer, since the hash of the rows covers its tokens.
         "target": folder_hash(find_folder(config.target), WEIGHTS_AND_CONFIG),
         "data": rows_hash(source),
         "rows": source.num_rows,
@@ -132,7 +135,7 @@ def filled(
     source: Batches | Mixture,
     mesh: Mesh,
 ) -> ReadParts:
-    """Adds the parts that the cache lacks, and reads those that the run's drafter needs."""
+    """Adds the missing parts, and returns a reader of the parts that the run's drafter needs."""
     where = sharding.rows(mesh)
     program = jax.jit(_keep(flags, config, target.config), out_shardings=where)
     at_once = config.data.rows_per_batch // config.optim.accumulate  # as in training

@@ -1,11 +1,11 @@
-"""A drafter that was trained before, as the start of another run: `train.distill --init-from`.
+"""The weights of an earlier drafter as the start of a run: `train.distill --init-from`.
 
     --init-from moa_jax/demo/draft          a drafter's folder, in any layout that programs read
-    --init-from runs/tiny                   a run, whose newest checkpoint counts
+    --init-from runs/tiny                   a run, whose newest checkpoint is used
     --init-from runs/tiny/checkpoints/40    one of a run's checkpoints
 
-Weights alone are taken: steps, optimiser and learning rate start anew, and the other run may have
-had other data and settings. Kind, settings and sizes of the drafter must be those of the config.
+Only weights are taken: steps, optimiser and learning rate start anew, and the earlier run may have
+had other data and settings. Kind, settings and sizes of the drafter must equal the config's.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from moa_jax.training.update import Params, TrainState
 def warm_params(config: DistillConfig, target: Target, abstract: TrainState) -> Params | None:
     """The weights that `init_from` names, on the devices of `abstract`, in its dtypes.
 
-    None where none are named, and where the run has a checkpoint of its own, from which it goes on.
-    `target` needs no weights. Raises InputError for a folder that cannot be read, and for another
-    drafter than the config's.
+    None if `init_from` is None, and if the run has a checkpoint of its own to resume from. `target`
+    needs no weights. Raises InputError for a folder that cannot be read, and for a drafter that
+    differs from the config's.
     """
     if config.init_from is None or steps_of(config):
         return None
     folder = place(config.init_from)
-    if checkpoint := on_first(lambda: str(_checkpoint(folder) or "")):  # the run may be at work
+    if checkpoint := on_first(lambda: str(_checkpoint(folder) or "")):  # the run may be running
         return read_params(place(checkpoint), config, abstract.params)
     if is_stored(folder):
         raise InputError(
             f"init_from {config.init_from}: no checkpoint is there, and a drafter's folder is read "
             "from a file system only: copy it to one"
         )
-    num_reused = getattr(config.drafter, "target_layer_inference", None)  # files may not state it
+    num_reused = getattr(config.drafter, "target_layer_inference", None)  # files may not hold N
     found = load_drafter(
         config.init_from, target, target_layer_inference=num_reused, dtype=np.float32
     )
@@ -61,14 +61,17 @@ def warm_params(config: DistillConfig, target: Target, abstract: TrainState) -> 
 
 
 def start_hash(config: DistillConfig) -> str | None:
-    """Of the folder that `warm_params` reads; None for a checkpoint, which process 0 chooses."""
+    """The hash of the drafter's folder that `warm_params` reads; None without such a folder.
+
+    A checkpoint is not hashed, since process 0 chooses the checkpoint for all processes.
+    """
     if config.init_from is None or steps_of(config) or _checkpoint(place(config.init_from)):
         return None
     return model_hash(find_folder(config.init_from))
 
 
 def _checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that a path names, None for a path that names none."""
+    """The checkpoint that a path names, or the newest checkpoint of a run, or None."""
     if folder.parent.name == "checkpoints" and folder.name.isdecimal():
         return folder
     return newest_of(folder / "checkpoints")

@@ -1,6 +1,6 @@
-"""What a user watches: the progress line, metrics.jsonl, speed.jsonl, TensorBoard, the summary.
+"""The output of a run: progress line, metrics.jsonl, speed.jsonl, TensorBoard, summary.
 
-Metrics are read one update late, while the device computes the next one.
+Metrics are read one update late, while the device computes the next update.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from moa_jax.runtime.multihost import gathered, is_first, on_first
 from moa_jax.training.metrics import MetricsLog, Record, peak_flops, tensorboard
 from moa_jax.training.update import Metrics
 
-MOST_BATCHES = 16  # kept of skipped updates; all of their steps are logged
+MOST_BATCHES = 16  # saved of skipped updates; all skipped steps are logged
 GIGA, TERA = 1e9, 1e12
 
 
 class Watch:
-    """The records of one run; process 0 alone writes and shows them.
+    """The records of one run; only process 0 writes and prints records.
 
-    The run goes on after update `restored`; None begins it anew, with new logs.
+    The run resumes after update `restored`; None starts the run with new logs.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Watch:
                 self._open(stack, step, -1 if restored is None else step)
             self._stack = stack.pop_all()
         taus, self._there, self._skipped = on_first(lambda: self._history(step))
-        self.taus = dict(taus)  # simulated, by step
+        self.taus = dict(taus)  # simulated tau by step
 
     def _history(self, step: int) -> tuple[list[tuple[int, float]], list[str], int]:
-        """What an earlier process recorded: taus, kinds of record of this step, updates skipped."""
+        """Earlier records: taus by step, kinds of record at `step`, number of skipped updates."""
         kept = self._log.kept
         taus = [(r["step"], r["simulated_tau"]) for r in kept if "simulated_tau" in r]
         kinds = [record["kind"] for record in kept]
@@ -61,7 +61,7 @@ class Watch:
         return taus, there, kinds.count("not_finite")
 
     def _open(self, stack: contextlib.ExitStack, step: int, kept: int) -> None:
-        """Opens logs, which keep what they hold up to step `kept`."""
+        """Opens the logs, which keep their records up to step `kept`."""
         folder = place(self._run.directory)
         mirror = None
         if self._run.tensorboard:
@@ -80,11 +80,11 @@ class Watch:
         self._stack.close()
 
     def owes(self, step: int, kind: str) -> bool:
-        """Whether the record of this kind is missing: a run may be cut right after a save."""
+        """Whether the record of this kind is missing, as after a run that ended after a save."""
         return step != self._first or kind not in self._there
 
     def updated(self, step: int, metrics: Metrics, batch: Batch) -> None:
-        """Takes the metrics of an update that has been started, and reads those of the one before.
+        """Takes the metrics of an update in flight, and reads those of the previous update.
 
         Raises InputError as `settle`.
         """
@@ -93,9 +93,9 @@ class Watch:
             self._read(*before)
 
     def settle(self) -> None:
-        """Waits for the last update, reads its metrics and puts all records on the disk.
+        """Waits for the last update, reads its metrics and syncs all records to disk.
 
-        Raises InputError for a loss or gradient that is not finite, where that is to stop a run.
+        Raises InputError for a loss or gradient that is not finite if run.not_finite is `stop`.
         """
         before, self._pending = self._pending, None
         if before is not None:
@@ -104,7 +104,7 @@ class Watch:
             self._log.sync()
 
     def measured(self, step: int, kind: str, figures: dict[str, Any]) -> None:
-        """Takes what was measured between updates, and leaves its time out of the speed."""
+        """Records figures measured between updates; the speed excludes the time they took."""
         if (tau := figures.get("simulated_tau")) is not None:
             self.taus[step] = float(tau)
         if self._log is not None:
@@ -114,7 +114,7 @@ class Watch:
         self._meter.pause()
 
     def ended(self, step: int, stopped: str) -> None:
-        """Says what came out of the run, or how to go on after a stop."""
+        """Prints the summary of the run, or how to resume the run after a stop."""
         self._bar.close()
         self._bar = Progress()
         if is_first():
@@ -187,7 +187,7 @@ class Watch:
 
 
 class _Meter:
-    """Speed since the last reading; compiling and evaluations are left out."""
+    """Measures speed since the last reading, without compilation and evaluations."""
 
     def __init__(self, flops_per_token: float | None) -> None:
         self._flops = flops_per_token
@@ -196,7 +196,7 @@ class _Meter:
         self._tokens, self._since = 0, None
 
     def pause(self) -> None:
-        """Starts again when the next update ends."""
+        """Restarts the measurement when the next update ends."""
         self._tokens, self._since = 0, None
 
     def count(self, tokens: int) -> None:
@@ -206,7 +206,7 @@ class _Meter:
             self._tokens += tokens
 
     def read(self) -> Record:
-        """What is known of tokens/s, FLOP/s, their share of the devices' peak, and memory."""
+        """Tokens/s, FLOP/s, MFU and peak memory, where known; restarts the measurement."""
         if not self._tokens:
             return {}
         found: Record = {"tokens_per_s": self._tokens / (time.perf_counter() - self._since)}
@@ -222,7 +222,7 @@ class _Meter:
 
 
 def _shown(speed: Record) -> dict[str, str]:
-    """A speed's figures as the progress line has them."""
+    """The figures of a speed record as the progress line shows them."""
     shown = {}
     if "tokens_per_s" in speed:
         shown["tokens/s"] = f"{speed['tokens_per_s']:.4g}"
