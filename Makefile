@@ -4,7 +4,7 @@
 # make serve   an OpenAI server with the bundled pair   ARGS='--port 9000' goes on to infer.serve
 # make test    the fast tests, on two cores             ARGS='-k chat' goes on to pytest,
 #                                                          WORKERS=0 keeps them in one process
-# make lint    ruff's checks and its formatting
+# make lint    ruff's checks, its formatting, and a lint of sentences
 # make env     .venv/ with all that these need             PYTHON=python3.12 chooses its Python,
 #                                                          PLAN=1 adds what the plan programs need
 .PHONY: env demo chat serve test lint
@@ -86,3 +86,4 @@ test: env
 lint: env
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) .ci/sentences

@@ -34,7 +34,7 @@ def questions_of(path: str, sources: Sequence[str], limit: int | None = None) ->
     yield from tally.each(found, lambda record: _question(record, tally.total))
     if tally.total and tally.faults.total() == tally.total:
         raise InputError(
-            f"none of {tally.total} records of {path} can be asked; {tally.most_frequent()}"
+            f"none of {tally.total} records of {path} has a question; {tally.most_frequent()}"
         )
     for line in tally.lines():
         print(line, file=sys.stderr)

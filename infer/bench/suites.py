@@ -145,7 +145,7 @@ def _question(name: str, record: dict[str, Any], place: str) -> Question:
     if not isinstance(turns, list) or not turns:
         raise InputError(f"{place}: a question without turns: give it a list of texts")
     if not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise InputError(f"{place}: a turn that is empty or no text: write what is asked")
+        raise InputError(f"{place}: a turn is empty or not text; write the question")
     category = category if isinstance(category, str) else ""
     group = name
     if name == SPEC_BENCH:

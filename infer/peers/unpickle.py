@@ -80,8 +80,8 @@ def _tensors_of(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is cut short or damaged: fetch it again") from error
     except Exception as error:  # an UnpicklingError, or any error that invalid bytes cause
         raise InputError(
-            f"{path} is no pickle of tensors alone, and of others none is read since they may run "
-            "code: fetch it again, or ask who made it for safetensors"
+            f"{path} is not a pickle of tensors alone, and other pickles are refused since they may "
+            "run code; fetch it again, or get the model as safetensors"
         ) from error
     of_names = isinstance(found, dict) and all(isinstance(name, str) for name in found)
     if not (of_names and found and all(isinstance(x, torch.Tensor) for x in found.values())):

@@ -47,8 +47,8 @@ def ordered_map(
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise InputError(
-            f"a process of {workers} that tokenise ended, perhaps for want of memory: "
-            "set data.workers lower; 1 starts none"
+            f"a process of {workers} that tokenise ended, perhaps out of memory; "
+            "lower data.workers (1 starts no process)"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -312,7 +312,7 @@ def write_config(
         return target_config_to_hf(target_cfg) | {"architectures": ["Glide"]}
     if layout == "ours":
         return {"architectures": ["Glide"], **dataclasses.asdict(cfg)}
-    raise InputError(f"layout {layout} knows no GLIDE drafters: choose ours or authors")
+    raise InputError(f"layout {layout} has no GLIDE drafters; choose ours or authors")
 
 
 KIND = DrafterKind(GlideConfig, detect, read_config, table, write_config, make)

@@ -230,7 +230,7 @@ def write_own(
 ) -> dict[str, Any]:
     """The config.json of the model, readable by any library that loads models."""
     if layout == "speculators":
-        raise InputError(f"layout {layout} knows no models of their own: choose vllm or ours")
+        raise InputError(f"layout {layout} has no models of their own; choose vllm or ours")
     return target_config_to_hf(cfg.model)
 
 
@@ -240,7 +240,7 @@ def write_borrowed(
     """The config.json of the whole model; no other library loads files without OUTER."""
     if layout != "ours":
         raise InputError(
-            f"layout {layout} knows no models that borrow embedding and head: choose ours"
+            f"layout {layout} has no models that borrow embedding and head; choose ours"
         )
     return target_config_to_hf(cfg.model)
 

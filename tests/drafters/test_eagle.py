@@ -468,8 +468,8 @@ def _cut(path):
     "write, says",
     [
         (Path.touch, "is empty: fetch it again"),
-        (lambda path: path.write_text("<html>"), "is no pickle of tensors alone"),
-        (lambda path: torch.save({"a": Evil(path.with_name("ran"))}, path), "is no pickle of"),
+        (lambda path: path.write_text("<html>"), "is not a pickle of tensors alone"),
+        (lambda path: torch.save({"a": Evil(path.with_name("ran"))}, path), "is not a pickle of"),
         (_cut, "is cut short or damaged: fetch it again"),
         (lambda path: torch.save([torch.ones(1)], path), "something else than tensors by name"),
         (lambda path: torch.save({"epoch": 3}, path), "something else than tensors by name"),

@@ -113,7 +113,7 @@ def test_draft_files_are_read_and_written_bit_for_bit(folder, tmp_path):
         said = refusal(
             save_drafter, tmp_path / layout, "glide", drafter.config, {}, target, layout=layout
         )
-        assert f"layout {layout} knows no GLIDE drafters" in said
+        assert f"layout {layout} has no GLIDE drafters" in said
 
 
 # ---- any pair -----------------------------------------------------------------------------

@@ -228,7 +228,7 @@ def test_a_whole_model_is_a_drafter_of_its_own(pair):
 def test_an_n_that_contradicts_the_files_is_refused(ours):
     target = load_target(ours / "target")
     said = refusal(load_drafter, ours / "draft", target, target_layer_inference=1)
-    assert "1 was asked for, but the drafter was trained with 2" in said
+    assert "1 differs from 2, with which the drafter was trained" in said
 
 
 # ---- the program --------------------------------------------------------------------------

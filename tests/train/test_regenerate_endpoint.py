@@ -440,7 +440,7 @@ def test_a_server_of_another_size_or_tokenizer_is_refused(ask, fake, tmp_path, f
     with pytest.raises(InputError, match="reads 3 tokens where the tokenizer of --target has"):
         ask(tmp_path / "a.jsonl", *LIMITED)
     usage, choice = {}, {"text": "ab", "finish_reason": "stop", "token_ids": [5, 6]}
-    with pytest.raises(InputError, match="knows no ignore_eos: leave out --ignore-stop"):
+    with pytest.raises(InputError, match="has no ignore_eos; leave out --ignore-stop"):
         ask(tmp_path / "b.jsonl", *LIMITED, "--ignore-stop")
 
 

@@ -128,8 +128,8 @@ class Completions:
             raise RetryableError("a reply without an answer") from error
         if found.model not in (None, self.model):
             raise InputError(
-                f"{self.place} answers with the model {found.model}, and {self.model} was "
-                "asked: have it serve that one"
+                f"{self.place} answers with the model {found.model} instead of {self.model}; "
+                "serve that model there"
             )
         usage, choice = found.usage or CompletionUsage(), found.choices[0]
         if usage.prompt_tokens not in (None, len(question.prompt_ids)):
@@ -169,4 +169,4 @@ class Completions:
                 "or have the server take longer texts"
             )
         if stopped and self.wanted.ignore_stop:
-            raise InputError(f"{self.place} knows no ignore_eos: leave out --ignore-stop")
+            raise InputError(f"{self.place} has no ignore_eos; leave out --ignore-stop")

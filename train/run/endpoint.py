@@ -198,7 +198,7 @@ def _card_of(cards: list[ModelCard], model: str | None, address: str) -> ModelCa
             return card
     shown = ", ".join(card.id for card in cards[:5]) or "no model"
     wrong = "has not one model" if model is None else f"has no model {model}"
-    raise InputError(f"{address} {wrong} but {shown}: name the one to ask with --model")
+    raise InputError(f"{address} {wrong} but {shown}: name a model with --model")
 
 
 def _check_length(card: ModelCard, new: int, max_prompt: int, address: str) -> None:

@@ -203,8 +203,8 @@ def _reused_layers(
     stored = config.get(_REUSED)
     if stored is not None and asked not in (None, stored):
         raise InputError(
-            f"{_REUSED} {asked} was asked for, but the drafter was trained with {stored}: "
-            "leave it out"
+            f"{_REUSED} {asked} differs from {stored}, with which the drafter was trained; "
+            "leave out the flag"
         )
     reused = stored if stored is not None else asked
     if reused is None:
