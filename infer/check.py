@@ -162,7 +162,7 @@ def _check(args: argparse.Namespace) -> None:
         )
     if _is_golden(args) and any((args.prompt, args.prompt_ids, args.prompts, args.write_golden)):
         raise InputError(
-            "--reference names a golden file, which brings its own prompts: leave out --prompt, "
+            "--reference names a golden file, which brings its own prompts; leave out --prompt, "
             "--prompt-ids, --prompts and --write-golden"
         )
     if args.write_golden is not None:
@@ -171,7 +171,7 @@ def _check(args: argparse.Namespace) -> None:
         if args.reference is None:
             if args.weights or args.dtype not in (None, EXACT):
                 raise InputError(
-                    f"--write-golden keeps a run in {EXACT}: leave out --dtype and --weights, or "
+                    f"--write-golden keeps a run in {EXACT}; leave out --dtype and --weights, or "
                     f"add --reference {TRANSFORMERS}"
                 )
             args.dtype = EXACT

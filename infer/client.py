@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     stopper(writer.tokenizer, args.stop)
     prompts = list(prompts_of(args, writer.tokenizer))
     if not prompts:
-        raise InputError("there is no prompt: give --prompt, --prompt-ids or --prompts")
+        raise InputError("there is no prompt; give --prompt, --prompt-ids or --prompts")
     for index, prompt in enumerate(prompts):
         _check(prompt, index, args.max_new_tokens, target)
     most = max(map(len, prompts)) + args.max_new_tokens
@@ -160,17 +160,17 @@ def options_of(args: argparse.Namespace) -> ClientOptions:
     """The flags as `ClientOptions`; raises InputError for flags that contradict each other."""
     tree = (args.depth, args.breadth, args.total_tokens)
     if args.mode != "tree" and any(tree):
-        raise InputError("--depth, --breadth and --total-tokens describe a tree: add --mode tree")
+        raise InputError("--depth, --breadth and --total-tokens describe a tree; add --mode tree")
     if args.mode != "chain" and args.lengths != ClientOptions().lengths:
-        raise InputError("--lengths are those of chains: leave it out, or use --mode chain")
+        raise InputError("--lengths are those of chains; leave it out, or use --mode chain")
     if args.mode in ("plain", "stream") and args.no_ahead:
-        raise InputError(f"--no-ahead: --mode {args.mode} drafts nothing: leave it out")
+        raise InputError(f"--no-ahead: --mode {args.mode} drafts nothing; leave it out")
     shape = None
     if args.mode == "tree":
         given = (DEFAULT_TREE.depth, DEFAULT_TREE.breadth, DEFAULT_TREE.total_tokens)
         shape = DraftShape(*(own or other for own, other in zip(tree, given, strict=True)))
         if shape.depth < 2:
-            raise InputError("--depth 1 drafts nothing: use --mode plain")
+            raise InputError("--depth 1 drafts nothing; use --mode plain")
     return ClientOptions(
         shape,
         args.lengths if args.mode in ("chain", "tree") else (),
@@ -195,14 +195,14 @@ def _check_drafter(args: argparse.Namespace, half: DraftHalf) -> None:
         raise InputError("--mode stream needs the target, which --offline leaves out")
     if half.functions.go_on is None and (args.offline or args.mode == "chain"):
         flag = "--offline" if args.offline else "--mode chain"
-        raise InputError(f"{flag}: this drafter cannot write token by token: name another --draft")
+        raise InputError(f"{flag}: this drafter cannot write token by token; name another --draft")
 
 
 def _tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
     """TLS settings for a wss:// server; raises InputError for a file without a certificate."""
     secure = (args.connect or "").startswith("wss://")
     if args.tls_ca is not None and not secure:
-        raise InputError("--tls-ca is for wss:// servers: change --connect, or leave it out")
+        raise InputError("--tls-ca is for wss:// servers; change --connect, or leave it out")
     if not secure:
         return None
     context = ssl.create_default_context()
@@ -211,7 +211,7 @@ def _tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
             Path(args.tls_ca).open("rb").close()  # this OSError names the file
             context.load_verify_locations(args.tls_ca)
         except ssl.SSLError as error:
-            raise InputError(f"{args.tls_ca} holds no certificate: give a PEM file") from error
+            raise InputError(f"{args.tls_ca} holds no certificate; give a PEM file") from error
     return context
 
 
@@ -236,12 +236,12 @@ def _check_lengths(job: ClientJob, welcome: Welcome) -> None:
         if count > welcome.max_prompt:
             raise InputError(
                 f"prompt {index} has {count} tokens, but the server reads {welcome.max_prompt} at "
-                "most: shorten it, or ask for a larger --max-prompt there"
+                "most; shorten it, or ask for a larger --max-prompt there"
             )
         if count + new > welcome.max_tokens:
             raise InputError(
                 f"prompt {index} has {count} tokens and {new} are to follow, but the server holds "
-                f"{welcome.max_tokens} at most: shorten one of the two"
+                f"{welcome.max_tokens} at most; shorten one of the two"
             )
 
 

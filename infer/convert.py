@@ -137,12 +137,12 @@ def main(arguments: list[str] | None = None) -> None:
     for flag in ("to", "method", "target_layer_inference", "for_client"):
         if not flags.draft and getattr(flags, flag) is not None:
             shown = flag.replace("_", "-")
-            raise InputError(f"--{shown} describes a drafter: name it with --draft")
+            raise InputError(f"--{shown} describes a drafter; name it with --draft")
     for flag in ("to", "dtype"):
         if flags.for_client and getattr(flags, flag) is not None:
-            raise InputError(f"--for-client leaves tensors as they are: leave out --{flag}")
+            raise InputError(f"--for-client leaves tensors as they are; leave out --{flag}")
     if flags.output.exists() and not flags.overwrite:
-        raise InputError(f"{flags.output} exists already: choose another or add --overwrite")
+        raise InputError(f"{flags.output} exists already; choose another or add --overwrite")
     _check_output(flags)
     convert = convert_draft if flags.draft else convert_target
     done = cut_for_client(flags) if flags.for_client else convert(flags)
@@ -165,7 +165,7 @@ def _check_output(flags: argparse.Namespace) -> None:
             continue
         folder = os.path.realpath(find_folder(given, weights=False))
         if folder in written:
-            raise InputError(f"--output {folder} is --{flag} itself: choose another output")
+            raise InputError(f"--output {folder} is --{flag} itself; choose another output")
 
 
 def _line(done: dict[str, Any]) -> str:

@@ -52,7 +52,7 @@ class GrowingDocument:
         self.rest: dict[str, Any] = {}
         if path is not None:
             if path.exists() and not path.is_file():
-                raise InputError(f"--output {path} is not a regular file: choose another path")
+                raise InputError(f"--output {path} is not a regular file; choose another path")
             with contextlib.ExitStack() as stack:
                 self._file = stack.enter_context(
                     path.open("a+", encoding="utf-8", errors="replace")
@@ -75,7 +75,7 @@ class GrowingDocument:
         known = [result.get("prompt_ids") for result in self.results]
         if known != list(prompts[: len(known)]):
             raise InputError(
-                f"{self._path} answers other prompts: repeat those, or choose another --output"
+                f"{self._path} answers other prompts; repeat those, or choose another --output"
             )
         self._file.truncate(end if self.results else 0)
 

@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     if args.conversations is not None:
         args.max_prompt = args.max_prompt or LONGEST_PROMPT
     elif args.sources:
-        raise InputError("--sources chooses among --conversations: leave it out, or name them")
+        raise InputError("--sources chooses among --conversations; leave it out, or name them")
     if args.output is not None:
         _check_output(args.output)
     return _evaluate(args)
@@ -122,7 +122,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     if not asked:
         reasons = "; ".join(dict.fromkeys(left_out.values()))
         what = args.conversations or f"--suite {args.suite}"
-        raise InputError(f"{what}: no question is left ({reasons or 'of none'}): use others")
+        raise InputError(f"{what}: no question is left ({reasons or 'of none'}); use others")
     with until_cut() as cut:
         ask_all(runner, kept, asked)
     answered = [question for question in asked if kept.has(question)]
@@ -205,7 +205,7 @@ def _check_output(folder: Path) -> None:
     for name in ("report.json", "report.md", SPEED, ACCEPTANCE):
         if (folder / name).exists() and not (folder / answers.SETTINGS).exists():
             raise InputError(
-                f"--output {folder} holds {name} but no {answers.SETTINGS} of an evaluation: "
+                f"--output {folder} holds {name} but no {answers.SETTINGS} of an evaluation; "
                 "choose another --output"
             )
 

@@ -144,17 +144,17 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError("--compare and --check need --prompt, --prompt-ids or --prompts")
     if cluster.is_asked(args) and (args.compare or not _is_given(args)):
         raise InputError(
-            "several processes decode prompts that are given: use --prompts FILE, and leave out "
+            "several processes decode prompts that are given; use --prompts FILE, and leave out "
             "--compare"
         )
     if args.json and args.output:
-        raise InputError("--output writes the document of --json to a file: leave out one of them")
+        raise InputError("--output writes the document of --json to a file; leave out one of them")
     if args.compare and _is_document(args):
-        raise InputError("--compare measures and prints text: leave out --json, or use infer.bench")
+        raise InputError("--compare measures and prints text; leave out --json, or use infer.bench")
     if args.logprobs is not None and not _is_document(args):
-        raise InputError(f"--logprobs {args.logprobs} is for --json: add that, or leave it out")
+        raise InputError(f"--logprobs {args.logprobs} is for --json; add that, or leave it out")
     if args.batch > 1 and not _is_document(args):
-        raise InputError(f"--batch {args.batch} is for --json: add that, or leave out --batch")
+        raise InputError(f"--batch {args.batch} is for --json; add that, or leave out --batch")
     if (args.check or args.compare) and args.sampled_drafts and args.temperature > 0:
         flag = "--check" if args.check else "--compare"
         raise InputError(
@@ -162,7 +162,7 @@ def _check(args: argparse.Namespace) -> None:
             "so leave out one of the two"
         )
     if args.compare and (asked_mode(args) == "plain" or args.depth == 1):
-        raise InputError("--compare needs drafts to compare with plain decoding: choose a --mode")
+        raise InputError("--compare needs drafts to compare with plain decoding; choose a --mode")
 
 
 class Asking(NamedTuple):

@@ -80,9 +80,9 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
     ]
     if args.mode is None and given:
         flag = given[0].replace("_", "-")
-        raise InputError(f"--{flag} without --mode, which is plain: add --mode chain or tree")
+        raise InputError(f"--{flag} without --mode, which is plain; add --mode chain or tree")
     if args.shape is None and args.target is None:
-        raise InputError("no --shape: name the target to plan for")
+        raise InputError("no --shape; name the target to plan for")
     args.mode = args.mode or "plain"
     target = _target(args.shape or args.target)
     drafter = None if args.mode == "plain" else _drafter(args, target)
@@ -129,13 +129,13 @@ def _target(name: str) -> Target:
 def _drafter(args: argparse.Namespace, target: Target) -> LoadedDrafter:
     """The drafter of --drafter, without weights."""
     if args.drafter is None:
-        raise InputError(f"--mode {args.mode} drafts: name the drafter with --drafter")
+        raise InputError(f"--mode {args.mode} drafts; name the drafter with --drafter")
     if not args.drafter.endswith(".py"):
         return open_drafter(args.drafter, target, **drafter_options(args))._replace(params=None)
     for flag, value in drafter_options(args).items():
         if value is not None:
             shown = flag.replace("_", "-")
-            raise InputError(f"--{shown}: {args.drafter} sets it: leave the flag out")
+            raise InputError(f"--{shown}: {args.drafter} sets it; leave the flag out")
     config = read_config(args.drafter, DistillConfig)
     try:
         check_pairing(target_sizes(shapes_of(config.target)), target_sizes(target.config))

@@ -83,7 +83,7 @@ def names(text: str) -> list[str]:
 def utf8(text: str) -> str:
     """Type of a flag with text for a tokenizer or for clients: valid UTF-8."""
     if not is_utf8(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8: give text in UTF-8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8; give text in UTF-8")
     return text
 
 
@@ -116,7 +116,7 @@ def local_path(text: str) -> Path:
     """Type of a flag with a path to write; rejects URLs, which would become local folders."""
     if "://" in text:
         raise argparse.ArgumentTypeError(
-            f"{text} is a URL, and files are written to a file system only: mount the store and "
+            f"{text} is a URL, and files are written to a file system only; mount the store and "
             "give a path in it"
         )
     return Path(text).expanduser()

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     limits = _server_limits_of(args)
     if "num_speculative_tokens" in (args.speculative_config or {}):
         raise InputError(
-            "--speculative-config: num_speculative_tokens has no meaning here: leave it out, and "
+            "--speculative-config: num_speculative_tokens has no meaning here; leave it out, and "
             "give --lengths to infer.client"
         )
     token = args.token_file and read_token(args.token_file)
@@ -127,7 +127,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 def _server_limits_of(args: argparse.Namespace) -> ServerLimits:
     """The flags as `ServerLimits`; InputError for impossible sizes."""
     if args.max_nodes >= MAX_DEPTH:
-        raise InputError(f"--max-nodes {args.max_nodes}: choose from 1 to {MAX_DEPTH - 1}")
+        raise InputError(f"--max-nodes {args.max_nodes}; choose from 1 to {MAX_DEPTH - 1}")
     if args.chunk > LARGEST_CHUNK:
         raise InputError(f"--chunk {args.chunk}: clients take at most {LARGEST_CHUNK} at once")
     if (most := max(args.warm or (1,))) > args.max_nodes + 1:

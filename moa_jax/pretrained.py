@@ -83,12 +83,12 @@ def default_dtype() -> Any:
 def check_format(weights: str | None) -> None:
     """Raises InputError for an unknown weight format, or one that the device does not support."""
     if weights is not None and weights not in FORMATS:
-        raise InputError(f"weights {weights!r}: choose {' or '.join(FORMATS)}, or none")
+        raise InputError(f"weights {weights!r}; choose {' or '.join(FORMATS)}, or none")
     device = jax.devices()[0]
     if weights is not None and weights not in formats_of(device):
         raise InputError(
             f"fp8 weights need an NVIDIA GPU of compute capability {FIRST_WITH_FP8} or later, and "
-            f"this device is {device.device_kind}: choose int8"
+            f"this device is {device.device_kind}; choose int8"
         )
 
 
@@ -138,7 +138,7 @@ def load_target(
     if layers == "stacked" and (weights is not None or mesh is not None):
         raise ValueError("`weights` and `mesh` are for decoding, from a list of layers")
     if sharding is not None and mesh is not None:
-        raise ValueError("`mesh` says where arrays lie: leave out `sharding`")
+        raise ValueError("`mesh` says where arrays lie; leave out `sharding`")
     target = _describe(folders.find_folder(path_or_hub_id))
     table = convert.target_table(target.config)
     reader = _open_target(target, table)
@@ -154,13 +154,13 @@ def check_mesh(config: TargetConfig, mesh: Mesh) -> None:
     """Raises InputError unless a mesh is a decoding mesh that divides the feed-forward."""
     if mesh.axis_names != DECODE_AXES:
         raise InputError(
-            f"a mesh of the axes {', '.join(map(str, mesh.axis_names))} does not decode: make one "
+            f"a mesh of the axes {', '.join(map(str, mesh.axis_names))} does not decode; make one "
             "with moa_jax.decoding_mesh"
         )
     tensor, width = mesh.shape["tensor"], config.block.intermediate_size
     if width % tensor:
         raise InputError(
-            f"mesh tensor={tensor} does not divide the target's feed-forward of {width}: choose "
+            f"mesh tensor={tensor} does not divide the target's feed-forward of {width}; choose "
             "a number that does"
         )
 
@@ -399,7 +399,7 @@ def _check(
     if absent := [name for name in convert.stored_shapes(used) if name in rest]:
         raise InputError(
             f"{folder} holds only a client's part of a model, without {absent[0]} and "
-            f"{len(absent) - 1} more tensors: give the whole model, or write the part that this "
+            f"{len(absent) - 1} more tensors; give the whole model, or write the part that this "
             "drafter needs with infer.convert --for-client"
         )
     expected = convert.stored_shapes(table)
@@ -457,7 +457,7 @@ def _check_copies(kind: DrafterKind, reader: folders.TensorReader, target: Targe
 def _describe(folder: Path) -> Target:
     if jax.config.jax_enable_x64:
         raise InputError(
-            "jax_enable_x64 is on, and models compute with 32 bits: unset JAX_ENABLE_X64, or call "
+            "jax_enable_x64 is on, and models compute with 32 bits; unset JAX_ENABLE_X64, or call "
             "jax.config.update('jax_enable_x64', False)"
         )
     path = folder / "config.json"
@@ -480,7 +480,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise InputError(text if folder in text else f"{folder}: {text}") from error
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InputError(
-            f"{path} holds a value of the wrong type ({first_line(error)}): mend or fetch it"
+            f"{path} holds a value of the wrong type ({first_line(error)}); fix or fetch it"
         ) from error
 
 
@@ -548,7 +548,7 @@ def _method_of(asked: str | None, config: dict[str, Any], names: set[str], folde
     if method is None:
         method = next((name for name, kind in DRAFTERS.items() if kind.detect(config, names)), None)
     if needs_no_files(method or ""):
-        raise InputError(f"a drafter of kind {method!r} has no files: name it instead of {folder}")
+        raise InputError(f"a drafter of kind {method!r} has no files; name it instead of {folder}")
     if method not in DRAFTERS:
         known = ", ".join(DRAFTERS)
         found = f"a drafter of kind {method!r}" if method else "no drafter that we recognise"

@@ -46,7 +46,7 @@ from moa_jax.errors import InputError  # noqa: E402
 from moa_jax.pairs import locate  # noqa: E402
 
 NO_GOLDENS = "no golden data: set MOA_GOLDENS to its folder, or put it at ../shared/golden"
-NO_DATA = "no data: set MOA_DATA to its folder, or put it at ../shared/data"
+NO_DATA = "no data; set MOA_DATA to its folder, or put it at ../shared/data"
 
 
 # The files that take longest, most of it in slow tests. Workers take files in this order, so that

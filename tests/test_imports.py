@@ -127,7 +127,7 @@ def faults(path: Path, source: str) -> Iterator[str]:
     module, package = module_and_package(path)
     room = room_of(module)
     if room is None:
-        yield f"{path}: give this module a row in the TABLE of tests/test_imports.py"
+        yield f"{path}; give this module a row in the TABLE of tests/test_imports.py"
         return
     for name in imported_modules(source, package):
         top = name.partition(".")[0]

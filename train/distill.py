@@ -166,7 +166,7 @@ def _check_draft_vocabulary(config: DistillConfig, target: Target) -> None:
     if DRAFTERS[method].make(config.drafter, target.config).own_head:
         raise InputError(
             f"draft_vocabulary {size}: a drafter of kind {method} has a head of its own, and this "
-            "is a slice of the target's: leave it out"
+            "is a slice of the target's; leave it out"
         )
     check_size(size, target.config.vocab_size, target.generation.eos_ids)
 

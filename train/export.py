@@ -68,7 +68,7 @@ def step_of(config: DistillConfig, checkpoint: str) -> int:
     if checkpoint.isdecimal():
         return int(checkpoint)
     if checkpoint not in ("best", "newest"):
-        raise InputError(f"--checkpoint {checkpoint}: say best, newest or a step")
+        raise InputError(f"--checkpoint {checkpoint}; say best, newest or a step")
     steps = steps_of(config)
     if not steps:
         raise InputError(f"{config.run.directory}: there is no checkpoint yet")
@@ -78,7 +78,7 @@ def step_of(config: DistillConfig, checkpoint: str) -> int:
     rated = [step for step in steps if step in taus]
     if not rated:
         raise InputError(
-            f"{config.run.directory}: none of the checkpoints {steps} was evaluated: name a step"
+            f"{config.run.directory}: none of the checkpoints {steps} was evaluated; name a step"
         )
     return max(rated, key=lambda step: (taus[step], step))
 
@@ -92,7 +92,7 @@ def taus_of(config: DistillConfig) -> dict[int, float]:
 def _beside(config: DistillConfig, step: int) -> Path:
     folder = place(config.run.directory)
     if is_stored(folder):
-        raise InputError(f"{folder} is a store: give --output, a folder to write")
+        raise InputError(f"{folder} is a store; give --output, a folder to write")
     return folder / f"step_{step}"
 
 

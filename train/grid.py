@@ -109,7 +109,7 @@ def add_rows(path: str, grid: GridConfig, target: Target) -> None:
             found += [f"cell {row['cell']}: {line}" for line in different]
         if rows and found:
             raise InputError(
-                f"{path} is of another grid: {listed(found)}: restore them, or leave it out"
+                f"{path} is of another grid: {listed(found)}; restore them, or leave it out"
             )
         for row in rows:
             shared = {"files": document["files"], "trained_on": row["trained_on"], "report": path}
@@ -121,7 +121,7 @@ def add_rows(path: str, grid: GridConfig, target: Target) -> None:
                     finish(each, simulated_tau=tau, **shared, **decoded)
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"{path} is not a report of this version of train.grid ({first_line(error)}): name "
+            f"{path} is not a report of this version of train.grid ({first_line(error)}); name "
             "its report.json"
         ) from error
 
@@ -145,7 +145,7 @@ def _row(grid: GridConfig, each: GridRun) -> Row:
     found = changes(row["settings"], each.config)
     if found := found + other_files(row.pop("files"), files_of(each.config)):
         raise InputError(
-            f"cell {each.cell}: {each.folder} was trained with other settings: {listed(found)}: "
+            f"cell {each.cell}: {each.folder} was trained with other settings: {listed(found)}; "
             "restore them, or name another `directory`"
         )
     return row if row.pop("decoding") == decoding_of(grid) else row | {"decoded": None}

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.plain:
         config = plain(config)
     if args.fill is not None and not 0 < args.fill <= 1:
-        raise InputError(f"--fill {args.fill}: choose above 0 and at most 1")
+        raise InputError(f"--fill {args.fill}; choose above 0 and at most 1")
     wanted = machine(args.topology)
     check_compiler(wanted)
     config, target_cfg = with_shapes(config)

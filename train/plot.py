@@ -81,7 +81,7 @@ def plot(args: argparse.Namespace) -> None:
         files = [folder / f"{name}.jsonl" for name in ("metrics", "speed")]
         runs[str(folder)] = [record for file in files for record in read_records(file)]
         if not runs[str(folder)]:
-            raise InputError(f"{folder}: has no metrics.jsonl of a run: name a run.directory")
+            raise InputError(f"{folder}: has no metrics.jsonl of a run; name a run.directory")
     draw(runs, args.output)
     print(args.output)
 

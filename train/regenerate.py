@@ -81,14 +81,14 @@ Found = tuple[str, dict[str, Any] | InputError]  # place, as `FILE line N`, and 
 def regenerate(args: argparse.Namespace) -> None:
     """Answers all conversations of the shard, many at a time."""
     if args.target is None:
-        raise InputError("no --target: name the model that answers, or a --pair")
+        raise InputError("no --target; name the model that answers, or a --pair")
     _check_flags(args)
     output = args.output
     if args.shard is not None:
         number, count = args.shard
         output = output.with_name(f"{output.stem}-{number:05}-of-{count:05}{output.suffix}")
     if output.exists():
-        raise InputError(f"{output} exists already: remove it or name another --output")
+        raise InputError(f"{output} exists already; remove it or name another --output")
     check_links(output)
     check_folder(output.parent)
     law = Sampling(args.temperature, args.top_k, args.top_p, seed=args.seed)
@@ -132,7 +132,7 @@ def _answer(
     """Answers the unfinished conversations; `partial` keeps all answers before a fault."""
     if not records.keys() >= set(partial.over):
         done = len(partial.over)
-        raise InputError(f"{partial.path} holds {done} already: raise --limit or remove it")
+        raise InputError(f"{partial.path} holds {done} already; raise --limit or remove it")
     left = (Conversation(records[i][1], rules, i) for i in records if i not in partial.over)
     with answers, progress(len(records), "conversations", initial=len(partial.over)) as bar:
         try:
@@ -164,7 +164,7 @@ def _check_lengths(args: argparse.Namespace, target: Target) -> None:
     if args.max_new_tokens > Room(positions).behind(args.max_prompt):
         raise InputError(
             f"--max-prompt {args.max_prompt} and --max-new-tokens {args.max_new_tokens} need more "
-            f"than the target's {positions} positions: lower one of the two"
+            f"than the target's {positions} positions; lower one of the two"
         )
 
 
@@ -219,7 +219,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     for flag in LOCAL if args.endpoint else REMOTE:
         if getattr(args, flag) is not None:
             rest = "is not for --endpoint" if args.endpoint else "is for --endpoint only"
-            raise InputError(f"--{flag.replace('_', '-')} {rest}: leave it out")
+            raise InputError(f"--{flag.replace('_', '-')} {rest}; leave it out")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -272,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
 def _shard(text: str) -> tuple[int, int]:
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no shard: write 0/8, 1/8, ... or 7/8")
+        raise argparse.ArgumentTypeError(f"{text!r} is no shard; write 0/8, 1/8, ... or 7/8")
     return int(number), int(count)
 
 

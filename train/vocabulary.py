@@ -79,19 +79,19 @@ def _output(args: argparse.Namespace, target: Target) -> Path:
         _check_drafter(output.parent, target)
     check_file("--output" if args.draft is None else "--draft", output)
     if output.exists():
-        raise InputError(f"{output} exists already: remove it or {other}")
+        raise InputError(f"{output} exists already; remove it or {other}")
     return output
 
 
 def _check_drafter(folder: Path, target: Target) -> None:
     """Raises InputError unless `folder` holds a drafter that uses the head of this target."""
     if not folder.is_dir():
-        raise InputError(f"--draft {folder} is no folder: name that of a drafter")
+        raise InputError(f"--draft {folder} is no folder; name that of a drafter")
     drafter = load_drafter(folder, target)
     if functions_of(drafter, target.config).own_head:
         raise InputError(
             f"--draft {folder}: a drafter of kind {drafter.method} has a head of its own, and a "
-            "draft vocabulary is a slice of the target's: use --output"
+            "draft vocabulary is a slice of the target's; use --output"
         )
 
 
@@ -102,7 +102,7 @@ def _answer(
     bar.step()
     examples = chat.encode_record(tokenizer, record, vocab_size, sys.maxsize)
     if not examples:
-        raise InputError("a record whose answers have no tokens: fill or remove it")
+        raise InputError("a record whose answers have no tokens; fill or remove it")
     return [example.tokens_T[example.response_T] for example in examples]
 
 

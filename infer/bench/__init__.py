@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     arguments = sys.argv[1:] if arguments is None else arguments
     chosen = [flag for flag in SERVERS if flag in arguments]
     if len(chosen) > 1:
-        raise InputError("--split and --serve are two benchmarks: choose one of them")
+        raise InputError("--split and --serve are two benchmarks; choose one of them")
     program = SERVERS[chosen[0]] if chosen else "infer.bench.decode"
     rest = [text for text in arguments if text not in chosen]
     return importlib.import_module(program).main(rest)

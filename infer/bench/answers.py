@@ -120,12 +120,12 @@ class AnswerFolder:
                 _answer_of(line)
             except (ValueError, KeyError, TypeError, IndexError) as error:
                 raise InputError(
-                    f"{path} line {number} is no answer of a run like this: choose another "
+                    f"{path} line {number} is no answer of a run like this; choose another "
                     "--output, or remove the line"
                 ) from error
             if not ours:
                 raise InputError(
-                    f"{path} line {number} is of another run, with other models or settings: "
+                    f"{path} line {number} is of another run, with other models or settings; "
                     "choose another --output, or remove the file"
                 )
         return found
@@ -144,10 +144,10 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         known = json.loads(path.read_text(encoding="utf-8"))
         differing = sorted(k for k in known | dict(settings) if known.get(k) != settings.get(k))
     except (ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is no settings file of a run: choose another --output") from error
+        raise InputError(f"{path} is no settings file of a run; choose another --output") from error
     if differing:
         raise InputError(
-            f"{folder} holds the answers of another run, with other {', '.join(differing)}: "
+            f"{folder} holds the answers of another run, with other {', '.join(differing)}; "
             "choose another --output"
         )
 

@@ -73,7 +73,7 @@ def load_candidates(args: argparse.Namespace) -> tuple[Target, list[Candidate]]:
             session = open_session(flags, target, drafter, **rest)
             name = f"{label}-{mode_of(session)}"
             if any(candidate.name == name for candidate in found):
-                raise InputError(f"two drafters are named {name}: give one as --draft NAME=DIR")
+                raise InputError(f"two drafters are named {name}; give one as --draft NAME=DIR")
             found.append(Candidate(name, drafter, session))
     return target, found
 
@@ -84,11 +84,11 @@ def modes_of(args: argparse.Namespace) -> list[str]:
     Mode auto is refused, because its drafts depend on the machine and its load.
     """
     if args.modes is not None and args.mode is not None:
-        raise InputError("--modes says all modes: leave out --mode")
+        raise InputError("--modes says all modes; leave out --mode")
     shown = args.modes if args.modes is not None else args.mode or "chain"
     chosen = list(dict.fromkeys(names(shown)))
     if not chosen or not set(chosen) <= {*EXPLICIT}:
-        raise InputError(f"{shown} is no mode to evaluate drafts in: choose from chain, tree")
+        raise InputError(f"{shown} is no mode to evaluate drafts in; choose from chain, tree")
     if PLAIN in chosen:
         raise InputError("--mode plain: there is nothing to compare, use --mode chain")
     return chosen
@@ -160,7 +160,7 @@ def given_of(text: str) -> DraftFlag:
     if not equals:
         return DraftFlag(None, path, _options(text, options))
     if not _NAME.fullmatch(name) or not rest:
-        raise InputError(f"--draft {text}: write NAME=DIR, the name of letters, digits, . _ + -")
+        raise InputError(f"--draft {text}; write NAME=DIR, the name of letters, digits, . _ + -")
     return DraftFlag(name, rest, _options(text, options))
 
 

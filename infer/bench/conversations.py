@@ -45,7 +45,7 @@ def _question(record: dict[str, Any], number: int) -> Question:
     messages = messages_of(record)
     turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
     if not turns:
-        raise InputError("a record without a user message: give it one")
+        raise InputError("a record without a user message; give it one")
     *history, asked = messages[: turns[(number - 1) % len(turns)] + 1]
     said = tuple((message["role"], message["content"]) for message in history)
     name = str(record.get("source") or "none").rpartition("#")[2]

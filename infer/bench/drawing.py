@@ -21,9 +21,9 @@ DPI = 150
 def check_plots(path: Path, flag: str = "--plot") -> None:
     """Raise InputError if matplotlib is missing, or `path` cannot be written as a picture."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError(f"{flag}: matplotlib is missing: pip install 'moa-jax[plots]'")
+        raise InputError(f"{flag}: matplotlib is missing; pip install 'moa-jax[plots]'")
     if path.suffix not in FORMATS or not path.parent.is_dir():
-        raise InputError(f"{flag} {path}: name a {', '.join(FORMATS)} file in a folder that exists")
+        raise InputError(f"{flag} {path}; name a {', '.join(FORMATS)} file in a folder that exists")
     check_file(flag, path, "picture")
 
 

@@ -82,7 +82,7 @@ def read(path: Path, target: Target) -> Golden:
     header = lines[0][1] if lines else {}
     again, count = "write it again with --write-golden", header.get("prompts")
     if header.get("format") != FORMAT:
-        raise InputError(f"{path} is not a golden file: write one with --write-golden")
+        raise InputError(f"{path} is not a golden file; write one with --write-golden")
     if (version := header.get("version")) != VERSION:
         raise InputError(f"{path} has the format version {version}, not {VERSION}: {again}")
     types = {"target": dict, "vocabulary_sha256": str | None, "made_by": str}
@@ -110,7 +110,7 @@ def _check_model(path: Path, header: Mapping[str, Any], ours: Mapping[str, Any])
         if stated.get(key) != value:
             raise InputError(
                 f"{path} was made with another target: {key} is {stated.get(key)} in the file and "
-                f"{value} in the target: choose the target's own golden file"
+                f"{value} in the target; choose the target's own golden file"
             )
 
 
@@ -133,5 +133,5 @@ def _prompt(place: str, line: Mapping[str, Any], vocab_size: int) -> GoldenPromp
     except (KeyError, TypeError, ValueError, OverflowError, InputError):
         sound = False
     if not sound:
-        raise InputError(f"{place} is not a prompt of a golden file: write it again")
+        raise InputError(f"{place} is not a prompt of a golden file; write it again")
     return GoldenPrompt(prompt, answer, TopLogits(ids_TK.astype(np.int32), logits_TN))

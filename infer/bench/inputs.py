@@ -89,7 +89,7 @@ def batches_of(args: argparse.Namespace, target: Target) -> list[list[list[int]]
     batches = [prompts[i : i + args.batch] for i in range(0, len(prompts), args.batch)]
     batches = [batch for batch in batches if len(batch) == args.batch]
     if not batches:
-        raise InputError(f"{len(prompts)} prompts fill no batch of {args.batch}: give more of them")
+        raise InputError(f"{len(prompts)} prompts fill no batch of {args.batch}; give more of them")
     return batches
 
 
@@ -121,7 +121,7 @@ def random_pair(args: argparse.Namespace) -> tuple[Target, LoadedDrafter | None]
     dtype = dtype_of(args) if args.dtype else default_dtype()
     shapes = config.target if isinstance(config, PretrainConfig) else shapes_of(config.target)
     if isinstance(config, PretrainConfig) and args.mode != "plain":
-        raise InputError(f"{path} describes a target and no drafter: use --modes plain")
+        raise InputError(f"{path} describes a target and no drafter; use --modes plain")
     check_format(args.weights)
     mesh = asked_mesh(args)
     target = random_target(shapes, dtype, Path(path), weights=args.weights, mesh=mesh)

@@ -68,7 +68,7 @@ def load_suite(text: str, public_rows: int = PUBLIC_ROWS) -> list[Question]:
         raise InputError(f"--suite {text!r} names no set: {KNOWN}")
     for name, path in sets:
         if any(question.set == name for question in found):
-            raise InputError(f"--suite {text}: two sets are named {name}: take one of them")
+            raise InputError(f"--suite {text}: two sets are named {name}; take one of them")
         found += _read(name, path, public_rows)
     return found
 
@@ -134,16 +134,16 @@ def _read(name: str, path: str, public_rows: int) -> list[Question]:
             raise InputError(f"{place}: question_id {question.id} is there twice: number them anew")
         found[question.id] = question
     if not found:
-        raise InputError(f"{path} holds no questions: write one a line")
+        raise InputError(f"{path} holds no questions; write one a line")
     return list(found.values())
 
 
 def _question(name: str, record: dict[str, Any], place: str) -> Question:
     number, turns, category = (record.get(key) for key in ("question_id", "turns", "category"))
     if type(number) not in (int, str):
-        raise InputError(f"{place}: no `question_id`: give it a number or a name")
+        raise InputError(f"{place}: no `question_id`; give it a number or a name")
     if not isinstance(turns, list) or not turns:
-        raise InputError(f"{place}: a question without turns: give it a list of texts")
+        raise InputError(f"{place}: a question without turns; give it a list of texts")
     if not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise InputError(f"{place}: a turn is empty or not text; write the question")
     category = category if isinstance(category, str) else ""

@@ -102,16 +102,16 @@ def _spec(args: argparse.Namespace) -> ProcessSpec:
 
 def _check(args: argparse.Namespace) -> None:
     if args.distributed and _spec(args) != (None, None, None):
-        raise InputError("--distributed finds all by itself: leave out --coordinator and the rest")
+        raise InputError("--distributed finds all by itself; leave out --coordinator and the rest")
     if args.distributed:
         return
     if None in _spec(args):
-        raise InputError("--coordinator, --processes and --process go together: give all three")
+        raise InputError("--coordinator, --processes and --process go together; give all three")
     if not 0 <= args.process < args.processes:
-        raise InputError(f"--process {args.process}: choose from 0 to {args.processes - 1}")
+        raise InputError(f"--process {args.process}; choose from 0 to {args.processes - 1}")
     host, _, port = args.coordinator.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise InputError(f"--coordinator {args.coordinator}: write HOST:PORT, as in 10.0.0.1:8476")
+        raise InputError(f"--coordinator {args.coordinator}; write HOST:PORT, as in 10.0.0.1:8476")
 
 
 def _detected(timeout_s: int) -> ProcessSpec:
@@ -128,7 +128,7 @@ def _detected(timeout_s: int) -> ProcessSpec:
     )[:3]
     if None in spec:
         raise InputError(
-            "--distributed: no launcher says where the other processes are: run under Slurm, "
+            "--distributed: no launcher says where the other processes are; run under Slurm, "
             "Kubernetes or MPI or on a TPU slice, or give --coordinator, --processes and --process"
         )
     return ProcessSpec(*spec)

@@ -57,5 +57,5 @@ def _run(path: str) -> dict[str, Any]:
         lines = [f" line {frame.lineno}" for frame in frames if frame.filename == path]
         where = path + "".join(lines[-1:])
         raise InputError(
-            f"{where}: {type(error).__name__}: {first_line(error)}: mend the config file"
+            f"{where}: {type(error).__name__}: {first_line(error)}; fix the config file"
         ) from error

@@ -52,7 +52,7 @@ def asked_mesh(args: argparse.Namespace) -> Mesh | None:
         busy = {each.process_index for each in mesh.devices.flat} if mesh else {0}
         if len(busy) < jax.process_count():
             raise InputError(
-                f"--mesh uses devices of {len(busy)} of {jax.process_count()} processes: give one "
+                f"--mesh uses devices of {len(busy)} of {jax.process_count()} processes; give one "
                 f"of all {jax.device_count()} devices, or start fewer processes"
             )
     return mesh

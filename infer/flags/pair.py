@@ -95,7 +95,7 @@ def add_pair_flag(parser: Parser, group: Any) -> None:
 def _use_pair(args: argparse.Namespace) -> None:
     """Sets the models of --pair, or of $MOA_PAIR if flags name no target; raises InputError."""
     if args.pair is not None and args.target is not None:
-        raise InputError(f"--pair {args.pair} and --target {args.target}: leave one of them out")
+        raise InputError(f"--pair {args.pair} and --target {args.target}; leave one of them out")
     if args.pair is None:
         named = ("target", "random_weights", "shape")
         if any(getattr(args, flag, None) for flag in named):
@@ -233,11 +233,11 @@ def named_pair(
         raise InputError("--draft without --target: a drafter belongs to one target, name both")
     if args.target is not None and args.draft is None and drafts:
         if (split or for_client) and getattr(args, "pair", None) is None:
-            raise InputError("--target without --draft: name its drafter")
+            raise InputError("--target without --draft; name its drafter")
         for flag, value in drafter_options(args).items():
             if value is not None:
                 shown = flag.replace("_", "-")
-                raise InputError(f"--{shown} {value} describes a drafter: name it with --draft")
+                raise InputError(f"--{shown} {value} describes a drafter; name it with --draft")
         return args.target, LOOKUP
     return args.target, args.draft
 
@@ -326,12 +326,12 @@ def shape_of(args: argparse.Namespace, own_depth: int | None) -> DraftShape:
         for flag in ("breadth", "total_tokens", "paths"):
             if getattr(args, flag) is not None:
                 shown = flag.replace("_", "-")
-                raise InputError(f"--{shown} describes a tree: use it with --mode tree")
+                raise InputError(f"--{shown} describes a tree; use it with --mode tree")
         return DraftShape(depth or own_depth or DEFAULT_DEPTH, **rest)
     if args.paths is not None:
         if (depth, args.breadth, args.total_tokens) != (None, None, None):
             raise InputError(
-                "--paths describes a whole tree: leave out --depth, --breadth and --total-tokens"
+                "--paths describes a whole tree; leave out --depth, --breadth and --total-tokens"
             )
         return DraftShape.static(_read_paths(args.paths), **rest)
     breadth = args.breadth or DEFAULT_TREE.breadth
@@ -389,7 +389,7 @@ def _read_paths(path: str) -> Any:
         return json.loads(Path(path).read_bytes())
     except ValueError as error:
         raise InputError(
-            f"{path} is no JSON list of paths ({error}): write it like [[0], [1], [0, 0]]"
+            f"{path} is no JSON list of paths ({error}); write it like [[0], [1], [0, 0]]"
         ) from error
 
 
@@ -411,7 +411,7 @@ def _apply_speculative_config(args: argparse.Namespace) -> None:
         for same in (flag, "depth") if kind is int else (flag,):
             if getattr(args, same, None) is not None:
                 shown = same.replace("_", "-")
-                raise InputError(f"--speculative-config states {key}: leave out --{shown}")
+                raise InputError(f"--speculative-config states {key}; leave out --{shown}")
         setattr(args, flag, value)
 
 

@@ -76,7 +76,7 @@ def prompts_in(path: str, tokenizer: Any | None, limit: int | None = None) -> It
         shorter += cut
         yield prompt
     if not total:
-        raise InputError(f"{path} holds no prompts: write one a line")
+        raise InputError(f"{path} holds no prompts; write one a line")
     for line in unread_lines(unread, total):
         print(line, file=sys.stderr)
     if shorter:
@@ -108,5 +108,5 @@ def asking(text: str, tokenizer: Any | None) -> list[int]:
 def after(messages: Sequence[records.Message], tokenizer: Any | None) -> list[int]:
     """The prompt for the next answer in a conversation; raises InputError like `asking`."""
     if tokenizer is None:
-        raise InputError("the target's folder has no tokenizer.json: use --prompt-ids")
+        raise InputError("the target's folder has no tokenizer.json; use --prompt-ids")
     return chat.prompt_ids(tokenizer, messages)

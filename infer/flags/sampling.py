@@ -97,7 +97,7 @@ def check_stop_ids(stop_ids: Sequence[int] | None, vocab_size: int) -> None:
         if not is_id(token, vocab_size):
             raise InputError(
                 f"--stop-ids names the id {token}, outside the target's vocabulary of "
-                f"{vocab_size}: leave it out"
+                f"{vocab_size}; leave it out"
             )
 
 

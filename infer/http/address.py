@@ -54,7 +54,7 @@ def check_address(args: argparse.Namespace, secret: str, has_secret: bool) -> No
     """
     if not (has_secret or args.open or is_loopback(args.host)):
         raise InputError(
-            f"--host {args.host} lets other machines in: give {secret}, or --open to serve anyone"
+            f"--host {args.host} lets other machines in; give {secret}, or --open to serve anyone"
         )
     _check_certificate(args.tls_cert, args.tls_key)
     if args.ready_file is not None:
@@ -74,7 +74,7 @@ def bind(host: str, port: int, ready_file: str | None = None) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise InputError(
-            f"--host {host}: {error.strerror}: give an address of this machine"
+            f"--host {host}: {error.strerror}; give an address of this machine"
         ) from error
     family, kind, protocol, _, address = found
     # asyncio sets TCP_NODELAY only for a socket with a protocol number.
@@ -96,8 +96,8 @@ def bind(host: str, port: int, ready_file: str | None = None) -> socket.socket:
 def unusable(host: str, port: int, error: OSError) -> InputError:
     """The error for an address that the system rejects."""
     if error.errno == errno.EADDRINUSE:
-        return InputError(f"port {port} of {host} is in use: choose another --port, or 0 for any")
-    return InputError(f"port {port} of {host}: {error.strerror}: choose another --host or --port")
+        return InputError(f"port {port} of {host} is in use; choose another --port, or 0 for any")
+    return InputError(f"port {port} of {host}: {error.strerror}; choose another --host or --port")
 
 
 def announce(args: argparse.Namespace, listener: socket.socket, scheme: str, path: str) -> None:
@@ -128,7 +128,7 @@ def _check_certificate(certificate: str | None, key: str | None) -> None:
     """Raises InputError for files that are not a certificate and its key."""
     if certificate is None:
         if key is not None:
-            raise InputError("--tls-key without --tls-cert: give both")
+            raise InputError("--tls-key without --tls-cert; give both")
         return
     for path in filter(None, (certificate, key)):
         Path(path).open("rb").close()  # this OSError names the file, unlike load_cert_chain
@@ -138,7 +138,7 @@ def _check_certificate(certificate: str | None, key: str | None) -> None:
     except (ssl.SSLError, ValueError) as error:
         files = " and ".join(filter(None, (certificate, key)))
         raise InputError(
-            f"{files}: no certificate with its key ({first_line(error)}): give PEM files that "
+            f"{files}: no certificate with its key ({first_line(error)}); give PEM files that "
             "belong together, the key without a password"
         ) from error
 

@@ -25,7 +25,7 @@ def read_keys(path: str) -> tuple[str, ...]:
     lines = (line.strip() for line in _read(path).splitlines())
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise InputError(f"{path}: it holds no keys: write one a line")
+        raise InputError(f"{path}: it holds no keys; write one a line")
     return tuple(_checked(key, path, "keys are one a line, each") for key in keys)
 
 
@@ -42,5 +42,5 @@ def _read(path: str) -> str:
 
 def _checked(word: str, path: str, what: str) -> str:
     if not word or not word.isascii() or not word.isprintable() or " " in word:
-        raise InputError(f"{path}: {what} one word of printable ASCII: write one")
+        raise InputError(f"{path}: {what} one word of printable ASCII; write one")
     return word

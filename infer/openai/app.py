@@ -205,7 +205,7 @@ class OpenAIServer:
         seconds = self.limits.request_seconds
         return APIError(
             TOO_LONG,
-            f"no answer within {seconds:g} s: ask for fewer tokens, or later",
+            f"no answer within {seconds:g} s; ask for fewer tokens, or later",
             code="timeout",
             headers={"x-should-retry": "false"},  # openai's client would retry twice at once
         )
@@ -289,7 +289,7 @@ class OpenAIServer:
         if not is_bearer(request.headers.get("authorization", ""), self._keys):
             raise APIError(
                 UNAUTHORIZED,
-                "the API key is missing or wrong: send Authorization: Bearer KEY",
+                "the API key is missing or wrong; send Authorization: Bearer KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )

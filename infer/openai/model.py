@@ -35,7 +35,7 @@ class Model:
         if name not in (None, self.name):
             raise APIError(
                 NO_SUCH,
-                f"model {shown(name)} is not served here: ask for {self.name}",
+                f"model {shown(name)} is not served here; ask for {self.name}",
                 param="model",
                 code="model_not_found",
             )

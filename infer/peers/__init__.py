@@ -29,7 +29,7 @@ def check_peer(name: str, flag: str = "--compare") -> None:
         raise InputError(f"{flag} {name}: known are {', '.join(PEERS)}")
     for package in PEERS[name]:
         if importlib.util.find_spec(package) is None:
-            raise InputError(f"{flag} {name}: {package} is missing: pip install '.[test]'")
+            raise InputError(f"{flag} {name}: {package} is missing; pip install '.[test]'")
 
 
 def run_peer(

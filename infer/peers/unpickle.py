@@ -36,14 +36,14 @@ def rewrite(folder: Path, new: Path) -> int:
     """
     pickles = sorted(folder.glob(PICKLES))
     if not pickles:
-        raise InputError(f"{folder} holds no {PICKLES}: name the folder with the weights")
+        raise InputError(f"{folder} holds no {PICKLES}; name the folder with the weights")
     if new.exists():
-        raise InputError(f"{new} exists already: choose another folder")
+        raise InputError(f"{new} exists already; choose another folder")
     check_replaceable(new)
     try:
         from safetensors.torch import save
     except ImportError as error:
-        raise InputError("torch is missing, which reads pickles: pip install torch") from error
+        raise InputError("torch is missing, which reads pickles; pip install torch") from error
     tensors: dict[str, Any] = {}
     for path in pickles:
         for name, tensor in _tensors_of(path).items():
@@ -71,17 +71,17 @@ def _tensors_of(path: Path) -> dict[str, Any]:
     import torch
 
     if path.stat().st_size == 0:
-        raise InputError(f"{path} is empty: fetch it again")
+        raise InputError(f"{path} is empty; fetch it again")
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except (RuntimeError, EOFError) as error:
-        raise InputError(f"{path} is cut short or damaged: fetch it again") from error
+        raise InputError(f"{path} is cut short or damaged; fetch it again") from error
     except Exception as error:  # an UnpicklingError, or any error that invalid bytes cause
         raise InputError(
-            f"{path} is not a pickle of tensors alone, and other pickles are refused since they may "
-            "run code; fetch it again, or get the model as safetensors"
+            f"{path} is not a pickle of tensors alone, and other pickles may run code; fetch it "
+            "again, or get the model as safetensors"
         ) from error
     of_names = isinstance(found, dict) and all(isinstance(name, str) for name in found)
     if not (of_names and found and all(isinstance(x, torch.Tensor) for x in found.values())):

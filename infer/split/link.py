@@ -198,7 +198,7 @@ def check_url(url: str) -> None:
         parsed = parse_uri(url)
         parsed.host.encode("idna")  # as a name lookup does
     except (websockets.InvalidURI, ValueError) as error:
-        raise InputError(f"--connect {url}: give ws://HOST:PORT/v1/split, or wss://") from error
+        raise InputError(f"--connect {url}; give ws://HOST:PORT/v1/split, or wss://") from error
 
 
 async def _socket(server: ServerAddress) -> ClientConnection:
@@ -230,7 +230,7 @@ async def _socket(server: ServerAddress) -> ClientConnection:
 def _refusal(server: ServerAddress, status: int) -> Exception:
     """The exception for an HTTP status that the server sent instead of the upgrade."""
     if status == UNAUTHORIZED:
-        return Denied("token", "the server does not know this token: see --token-file")
+        return Denied("token", "the server rejects this token; see --token-file")
     if status in (FORBIDDEN, NOT_FOUND):  # servers differ in the status for a wrong path
         line = f"{server.url}: nothing answers there: the path should be /v1/split"
         if status == FORBIDDEN:

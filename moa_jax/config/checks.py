@@ -19,7 +19,7 @@ def at_least(low: int, config: Any, *names: str) -> None:
         value = unboxed(getattr(config, name))
         object.__setattr__(config, name, value)
         if type(value) is not int or value < low:
-            raise InputError(f"{name} is {value!r}: choose a whole number of at least {low}")
+            raise InputError(f"{name} is {value!r}; choose a whole number of at least {low}")
 
 
 def unboxed(value: Any) -> Any:
@@ -31,12 +31,12 @@ def whole_numbers(name: str, values: Any) -> list[int]:
     """The Python ints of a 1-D list or array; raises InputError for anything else."""
     values = unboxed(values)
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise InputError(f"{name} is {values!r:.40}: give a list or a 1-D array of whole numbers")
+        raise InputError(f"{name} is {values!r:.40}; give a list or a 1-D array of whole numbers")
     found = list(map(unboxed, values))
     for value in found:
         if type(value) is not int:
             raise InputError(
-                f"{name} holds {value!r:.40}: give a list or a 1-D array of whole numbers"
+                f"{name} holds {value!r:.40}; give a list or a 1-D array of whole numbers"
             )
     return found
 
@@ -50,7 +50,7 @@ def finite(config: Any, *names: str, above_zero: bool = False) -> None:
         value = getattr(config, name)
         if not 0 <= value < float("inf") or (above_zero and value == 0):
             words = "above 0" if above_zero else "from 0 on"
-            raise InputError(f"{name} is {value}: choose a finite number {words}")
+            raise InputError(f"{name} is {value}; choose a finite number {words}")
 
 
 def is_id(token: Any, vocab_size: int) -> bool:

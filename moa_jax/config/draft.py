@@ -34,11 +34,11 @@ class DraftShape:
         if self.total_tokens is not None:
             at_least(1, self, "total_tokens")
         if self.depth > MAX_DEPTH:
-            raise InputError(f"depth is {self.depth}: choose at most {MAX_DEPTH}")
+            raise InputError(f"depth is {self.depth}; choose at most {MAX_DEPTH}")
         if self.sampled and self.is_dynamic:
             raise InputError(
                 "sampled candidates of a dynamic tree would be chosen by their luck, which "
-                "changes the law: use a chain or a static tree, or the likeliest candidates"
+                "changes the law; use a chain or a static tree, or the likeliest candidates"
             )
         if self.paths:
             self._check_paths()
@@ -64,14 +64,14 @@ class DraftShape:
             for needed in (tuple(above), elder):
                 if needed not in known or rank < 0:
                     raise InputError(
-                        f"the tree has the path {list(path)} but not {list(needed)}: give every "
+                        f"the tree has the path {list(path)} but not {list(needed)}; give every "
                         "node its parent and its elder siblings"
                     )
         in_order = sorted(known - {()}, key=_level_by_level)
         if list(self.paths) != in_order or self.depth != 1 + len(in_order[-1]):
             raise InputError(
                 f"paths {list(map(list, self.paths))} of a tree of depth {self.depth} are not in "
-                "order, or of another depth: let `DraftShape.static` make it"
+                "order, or of another depth; let `DraftShape.static` make it"
             )
 
     @property
@@ -154,18 +154,18 @@ class Sampling:
         for name, low, high in RANGES:
             value = getattr(self, name)
             if type(value) not in (int, float) or not low <= value <= high:
-                raise InputError(f"{name} is {value!r}: choose from {low} to {high}")
+                raise InputError(f"{name} is {value!r}; choose from {low} to {high}")
         if type(self.top_p) not in (int, float) or not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p!r}: choose above 0 and at most 1")
+            raise InputError(f"top_p is {self.top_p!r}; choose above 0 and at most 1")
         at_least(0, self, "top_k")
         if type(self.seed) is not int or not -1 <= self.seed < 1 << 32:
             raise InputError(
-                f"seed is {self.seed!r}: choose a whole number from 0 to 2**32 - 1, or -1, which "
+                f"seed is {self.seed!r}; choose a whole number from 0 to 2**32 - 1, or -1, which "
                 "draws one"
             )
         for _, bias in self.logit_bias:
             if not bias < float("inf"):
-                raise InputError(f"logit_bias holds {bias}: give numbers below inf, -inf to ban")
+                raise InputError(f"logit_bias holds {bias}; give numbers below inf, -inf to ban")
 
     def seeded(self) -> Sampling:
         """These settings, with a random seed if `seed` is -1."""

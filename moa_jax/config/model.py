@@ -54,11 +54,11 @@ class BlockConfig:
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"{self.num_heads} attention heads do not share {self.num_kv_heads} key-value "
-                "heads evenly: choose a number of key-value heads that divides the heads"
+                "heads evenly; choose a number of key-value heads that divides the heads"
             )
         if self.head_dim % 2:
             raise InputError(
-                f"head size {self.head_dim} is odd, and rotary embeddings turn pairs: "
+                f"head size {self.head_dim} is odd, and rotary embeddings turn pairs; "
                 "choose a width and a number of heads that give an even head size"
             )
 
@@ -186,7 +186,7 @@ class LookupConfig:
         if self.longest_match < self.shortest_match:
             raise InputError(
                 f"longest_match is {self.longest_match}, below shortest_match "
-                f"{self.shortest_match}: raise it"
+                f"{self.shortest_match}; raise it"
             )
 
 

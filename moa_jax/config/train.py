@@ -45,10 +45,10 @@ class DataConfig:
         at_least(0, self, "seed", "workers")
         if self.weights and len(self.weights) != len(self.train):
             raise InputError(
-                f"{len(self.weights)} weights for {len(self.train)} train paths: give one each"
+                f"{len(self.weights)} weights for {len(self.train)} train paths; give one each"
             )
         if not all(0 < weight < float("inf") for weight in self.weights):
-            raise InputError(f"weights are {self.weights}: choose numbers above 0")
+            raise InputError(f"weights are {self.weights}; choose numbers above 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class OptimConfig:
         finite(self, "max_grad_norm", above_zero=True)
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}: choose from 0 on, below 1")
+                raise InputError(f"{name} is {getattr(self, name)}; choose from 0 on, below 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class MaskConfig:
         if self.longest_future < self.shortest_future:
             raise InputError(
                 f"longest_future is {self.longest_future}, below shortest_future "
-                f"{self.shortest_future}: raise it"
+                f"{self.shortest_future}; raise it"
             )
         if self.first_tokens and not self.bounded:
             raise InputError(
@@ -128,11 +128,11 @@ class LossConfig:
         weights = self.token_weight, self.feature_weight
         if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
             raise InputError(
-                f"token_weight is {weights[0]} and feature_weight {weights[1]}: choose numbers "
+                f"token_weight is {weights[0]} and feature_weight {weights[1]}; choose numbers "
                 "from 0 on, not both 0"
             )
         if self.feature_fade is not None and not 0 < self.feature_fade <= 1:
-            raise InputError(f"feature_fade is {self.feature_fade}: choose above 0 and at most 1")
+            raise InputError(f"feature_fade is {self.feature_fade}; choose above 0 and at most 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +200,7 @@ class MeshConfig:
     def __post_init__(self) -> None:
         sizes = (self.data, self.fsdp, self.tensor)
         if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
-            raise InputError(f"mesh {sizes}: give sizes of at least 1, at most one of them -1")
+            raise InputError(f"mesh {sizes}; give sizes of at least 1, at most one of them -1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +226,7 @@ class RunConfig:
         at_least(1, self, "keep_checkpoints")
         at_least(0, self, "decode_prompts", "seed")
         if self.seed >= 1 << 32:
-            raise InputError(f"seed is {self.seed}: choose one below 2**32")
+            raise InputError(f"seed is {self.seed}; choose one below 2**32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +263,7 @@ class DistillConfig(Objective):
     def __post_init__(self) -> None:
         at_least(1, self, "horizon")
         if self.horizon >= MAX_DEPTH:  # the drafter's folder states a chain of depth horizon + 1
-            raise InputError(f"horizon is {self.horizon}: choose at most {MAX_DEPTH - 1}")
+            raise InputError(f"horizon is {self.horizon}; choose at most {MAX_DEPTH - 1}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,10 +290,10 @@ class GridConfig:
     def __post_init__(self) -> None:
         names = [name for name, _ in self.cells]
         if len(set(names)) < len(names):
-            raise InputError(f"two cells have one name among {', '.join(names)}: rename one")
+            raise InputError(f"two cells have one name among {', '.join(names)}; rename one")
         for name in (self.reference, *self.unmatched):
             if name not in names:
-                raise InputError(f"no cell {name!r} among {', '.join(names)}: name one of them")
+                raise InputError(f"no cell {name!r} among {', '.join(names)}; name one of them")
         if not self.seeds:
             raise InputError("a grid needs at least one seed")
         at_least(1, self, "prompts")

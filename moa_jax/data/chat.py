@@ -41,7 +41,7 @@ def encode(
     and for a template whose output does not reveal the span of an answer.
     """
     if not answer_places(messages):
-        raise InputError("a record without an answer: give each an assistant message")
+        raise InputError("a record without an answer; give each an assistant message")
     text = render(tokenizer, messages)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     begin_T, end_T = np.array(encoding["offset_mapping"], np.int64).reshape(-1, 2)[:max_length].T
@@ -85,7 +85,7 @@ def encode_ids(answers: list[dict], vocab_size: int, max_length: int) -> list[Ex
     tokens: list[int] = []
     for answer in answers:
         if not isinstance(answer, dict):
-            raise InputError("an answer that is not an object: write prompt_ids and token_ids")
+            raise InputError("an answer that is not an object; write prompt_ids and token_ids")
         prompt, ids = answer.get("prompt_ids") or [], answer.get("token_ids")
         check_ids(prompt, vocab_size)
         check_ids(ids, vocab_size)
@@ -114,7 +114,7 @@ def check_tokens(tokens_T: np.ndarray, vocab_size: int) -> None:
 
 
 def _unknown_ids(vocab_size: int) -> InputError:
-    return InputError(f"ids outside the vocabulary of {vocab_size}: use the target's own")
+    return InputError(f"ids outside the vocabulary of {vocab_size}; use the target's own")
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) -> list[Example]:
@@ -126,7 +126,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) 
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     stride = max_length - len(bos)
     if stride < 1:
-        raise InputError(f"max_length {max_length} leaves no room for text: ask for 2 or more")
+        raise InputError(f"max_length {max_length} leaves no room for text; ask for 2 or more")
     chunks = [bos + ids[start : start + stride] for start in range(0, len(ids), stride)]
     return [Example(np.array(c, np.int32), np.ones(len(c), bool)) for c in chunks]
 
@@ -137,11 +137,11 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> l
     Raises InputError without a chat template, and for an empty prompt.
     """
     if not messages or not messages[-1]["content"].strip():
-        raise InputError("the prompt is empty: write what the model should answer")
+        raise InputError("the prompt is empty; write what the model should answer")
     text = render(tokenizer, messages, generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
-        raise InputError("the chat template makes an empty prompt: use --prompt-ids")
+        raise InputError("the chat template makes an empty prompt; use --prompt-ids")
     return ids
 
 
@@ -160,7 +160,7 @@ def render(
     """Render messages with the tokenizer's chat template; raises InputError on failure."""
     if not tokenizer.chat_template:
         raise InputError(
-            "the tokenizer has no chat template: add one to its tokenizer_config.json, "
+            "the tokenizer has no chat template; add one to its tokenizer_config.json, "
             "or work with token ids"
         )
     try:
@@ -171,7 +171,7 @@ def render(
         reason = first_line(error)
         raise InputError(f"the chat template refuses the messages: {reason}") from error
     if not is_utf8(text):
-        raise InputError("the messages are not valid UTF-8: write them in UTF-8")
+        raise InputError("the messages are not valid UTF-8; write them in UTF-8")
     return text
 
 
@@ -209,7 +209,7 @@ def _marked_span(
         around = render(tokenizer, [*messages[:i], marked, *messages[i + 1 :]])
     except InputError as error:
         raise InputError(
-            "the chat template renders this answer and no other one, so its place is not found: "
+            "the chat template renders this answer and no other one, so its place is not found; "
             "train on the token ids that train.regenerate writes"
         ) from error
     before, mark, after = around.partition(MARK)
@@ -218,7 +218,7 @@ def _marked_span(
     fits = text.startswith(before) and text[len(before) :].endswith(after)
     if MARK in after or not fits:
         raise InputError(
-            "the chat template changes its text around an answer with the answer: "
+            "the chat template changes its text around an answer with the answer; "
             "use one that writes each turn once"
         )
     end_mark = render(tokenizer, [*messages[:i], marked]).partition(MARK)[2]

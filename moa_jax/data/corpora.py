@@ -181,7 +181,7 @@ def _open_tfds(name: str) -> Sequence[dict]:
 def _name_and_split(kind: str, name: str) -> tuple[str, str]:
     dataset, _, split = name.rpartition("/")
     if not dataset or not split:
-        raise InputError(f"{kind}:{name} names no split: write {kind}:NAME/SPLIT")
+        raise InputError(f"{kind}:{name} names no split; write {kind}:NAME/SPLIT")
     return dataset, split
 
 
@@ -189,7 +189,7 @@ def _readable(record: dict) -> dict | InputError:
     try:
         return _plain(record)
     except UnicodeDecodeError as error:
-        return files.fault("not text in UTF-8: repair the record", error)
+        return files.fault("not text in UTF-8; repair the record", error)
 
 
 def _plain(value: Any) -> Any:
@@ -207,4 +207,4 @@ def _unavailable(kind: str, name: str, error: Exception) -> InputError:
     if isinstance(error, ImportError) and error.name:
         return files.missing(error, f"{kind}:{name}")
     reason = first_line(error)
-    return InputError(f"cannot open {kind}:{name} ({reason}): check the name, split and network")
+    return InputError(f"cannot open {kind}:{name} ({reason}); check the name, split and network")

@@ -76,7 +76,7 @@ def encode_record(record: dict, coder: Coder) -> Encoded:
     """
     found = _of_record(record, coder)
     if not found.examples:
-        raise InputError(f"no answer within {coder.limit} tokens: raise max_length and row_length")
+        raise InputError(f"no answer within {coder.limit} tokens; raise max_length and row_length")
     for example in found.examples:
         chat.check_tokens(example.tokens_T, coder.vocab_size)
     return found
@@ -94,7 +94,7 @@ def _of_record(record: dict, coder: Coder) -> Encoded:
     if (text := records.plain_text_of(record)) is not None:
         chunks = chat.encode_text(tokenizer, text, coder.limit)
         if not chunks:
-            raise InputError("an empty text: remove it")
+            raise InputError("an empty text; remove it")
         return Encoded(chunks, records.unread_of(record, ["text"]))
     if config.answers == "reference":
         messages, unread = reference.reference_messages(record)

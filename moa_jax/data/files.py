@@ -33,7 +33,7 @@ def kind_of(file: Path) -> FileKind:
     """The reader for a file's extension; raises InputError for an unknown extension."""
     kind = next((kind for end, kind in KINDS.items() if file.name.endswith(end)), None)
     if kind is None:
-        raise InputError(f"{file} is of no known kind: use {', '.join(KINDS)}")
+        raise InputError(f"{file} is of no known kind; use {', '.join(KINDS)}")
     return kind
 
 
@@ -50,9 +50,9 @@ def below(path: Path) -> list[Path]:
     data = [file for file in found if file.name.endswith(endings)]
     for file in found:
         if file.suffix in UNREAD and file.stem.endswith(endings):
-            raise InputError(f"{file} cannot be read as it is: finish its run, unpack or remove it")
+            raise InputError(f"{file} cannot be read as it is; finish its run, unpack or remove it")
     if not data:
-        raise InputError(f"{path} holds no data: put {', '.join(endings)} files there")
+        raise InputError(f"{path} holds no data; put {', '.join(endings)} files there")
     return data
 
 
@@ -62,12 +62,12 @@ def locate(path: str) -> Path:
         beside = Path(__file__).resolve().parents[3] / "shared" / "data"
         root = Path(os.environ.get("MOA_DATA") or beside)
         if not root.is_dir():
-            raise InputError(f"no data folder for {path}: set MOA_DATA to the folder that holds it")
+            raise InputError(f"no data folder for {path}; set MOA_DATA to the folder that holds it")
         found = root / path.removeprefix("data:")
     else:
         found = place(path)
     if not found.exists():
-        raise InputError(f"no file or folder {found}: check the path of the data")
+        raise InputError(f"no file or folder {found}; check the path of the data")
     return found
 
 
@@ -86,7 +86,7 @@ def numbered(place: str, records: Iterable[dict | InputError]) -> Found:
 
 def missing(error: ImportError, path: str) -> InputError:
     """The error for a package that is not installed."""
-    return InputError(f"{path} needs the package {error.name}: pip install {error.name}")
+    return InputError(f"{path} needs the package {error.name}; pip install {error.name}")
 
 
 def _open(file: Path) -> BinaryIO:
@@ -131,7 +131,7 @@ def _read_lines(file: Path) -> Found:
         try:
             record = _checked(_parsed(line), escaped=b"\\ud" in line or b"\\uD" in line)
         except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError
-            record = fault("not JSON in UTF-8: repair the line", error)
+            record = fault("not JSON in UTF-8; repair the line", error)
         yield f"{file} line {number}", record
 
 
@@ -146,7 +146,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
                     yield number, line
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(
-            f"{file} cannot be read after line {number} ({error}): restore the file"
+            f"{file} cannot be read after line {number} ({error}); restore the file"
         ) from error
 
 
@@ -161,18 +161,18 @@ def _values(file: Path) -> list[Any]:
         with _open(file) as content:
             values = _parsed(content.read())
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
-        raise InputError(f"{file} is not JSON in UTF-8 ({error}): repair the file") from error
+        raise InputError(f"{file} is not JSON in UTF-8 ({error}); repair the file") from error
     return values if isinstance(values, list) else [values]
 
 
 def _checked(record: object, escaped: bool = True) -> dict | InputError:
     if not isinstance(record, dict):
-        return InputError("not a JSON object: write one record in braces")
+        return InputError("not a JSON object; write one record in braces")
     try:
         if escaped:  # an escape like \ud800 is half a character, which UTF-8 cannot encode
             json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        return fault("not text in UTF-8: repair the record", error)
+        return fault("not text in UTF-8; repair the record", error)
     return record
 
 
@@ -197,7 +197,7 @@ def _open_parquet(file: Path) -> Iterator[Any]:
         with file.open("rb") as content, parquet.ParquetFile(content) as table:
             yield table
     except (OSError, ArrowException) as error:
-        raise InputError(f"{file} is not Parquet ({error}): restore the file") from error
+        raise InputError(f"{file} is not Parquet ({error}); restore the file") from error
 
 
 def _rows(part: Any) -> list[dict | InputError]:
@@ -206,7 +206,7 @@ def _rows(part: Any) -> list[dict | InputError]:
         return part.to_pylist()
     except UnicodeDecodeError as error:
         if part.num_rows == 1:
-            return [fault("not text in UTF-8: repair the record", error)]
+            return [fault("not text in UTF-8; repair the record", error)]
         return [row for i in range(part.num_rows) for row in _rows(part.slice(i, 1))]
 
 

@@ -77,7 +77,7 @@ def prompt_of(messages: list[Message]) -> list[Message]:
     ends = (i for i, message in enumerate(messages) if message["role"] != "assistant")
     asked = messages[: max(ends, default=-1) + 1]
     if not any(message["role"] == "user" for message in asked):
-        raise InputError("a record without a user message: give it one")
+        raise InputError("a record without a user message; give it one")
     return asked
 
 
@@ -147,7 +147,7 @@ def text_of_part(part: Any) -> str:
     text = part.get("text") if kind == "text" else None
     if not isinstance(text, str):
         raise InputError(
-            f'a content part of type {kind!r} is not text: give {{"type": "text", "text": ...}}'
+            f'a content part of type {kind!r} is not text; give {{"type": "text", "text": ...}}'
         )
     return text
 
@@ -155,13 +155,13 @@ def text_of_part(part: Any) -> str:
 def _no_messages(record: dict[str, Any]) -> InputError:
     """The error for a record in which every key of a style is empty or missing."""
     if (empty := next((key for key in STYLES if key in record), None)) is not None:
-        return InputError(f"a record whose `{empty}` is empty: fill or remove it")
+        return InputError(f"a record whose `{empty}` is empty; fill or remove it")
     if answers_of(record) is not None or record.get("prompt_ids"):
-        return InputError("a record of token ids without messages: give it `messages`")
+        return InputError("a record of token ids without messages; give it `messages`")
     if isinstance(record.get("text"), str):
-        return InputError("a record of plain text without messages: give it `messages`")
+        return InputError("a record of plain text without messages; give it `messages`")
     return InputError(
-        "a record of unknown style: give it `messages`, `history`, `conversations`, "
+        "a record of unknown style; give it `messages`, `history`, `conversations`, "
         "`data`, `prompt`, or `instruction` and `output`"
     )
 
@@ -176,11 +176,11 @@ def _turns(record: dict[str, Any], style: str) -> list[Any]:
             return list(record["prompt"])
         prompt = text_of_parts(record["prompt"])
         if not isinstance(prompt, str):
-            raise InputError("a record whose `prompt` is not text: write a string")
+            raise InputError("a record whose `prompt` is not text; write a string")
         return _in_turn([prompt])
     turns = _objects(record[style])
     if not isinstance(turns, list | tuple):
-        raise InputError(f"a record whose `{style}` is not a list: write a list of messages")
+        raise InputError(f"a record whose `{style}` is not a list; write a list of messages")
     return _in_turn(turns) if style == "data" else list(turns)
 
 
@@ -213,7 +213,7 @@ def _text(record: dict[str, Any], key: str) -> str:
     if type(value) in (int, float):
         value = str(value)
     if not isinstance(value, str):
-        raise InputError(f"a record whose `{key}` is not text: write a string")
+        raise InputError(f"a record whose `{key}` is not text; write a string")
     return value.strip()
 
 
@@ -224,10 +224,10 @@ def _first(turn: dict[str, Any], *names: str) -> Any:
 
 def _role(turn: Any) -> str:
     if not isinstance(turn, dict):
-        raise InputError("a message that is not an object: write role and content")
+        raise InputError("a message that is not an object; write role and content")
     name = _first(turn, "role", "from")
     if not isinstance(name, str) or name not in ROLES:
-        raise InputError(f"a message with role {name!r}: use system, user or assistant")
+        raise InputError(f"a message with role {name!r}; use system, user or assistant")
     return ROLES[name]
 
 
@@ -235,7 +235,7 @@ def _message(turn: Any) -> Message:
     role, content = _role(turn), text_of_parts(_first(turn, "content", "value"))
     # Without a system message a template may add its own; with an empty one it does not.
     if not isinstance(content, str) or not (content.strip() or role == "system"):
-        raise InputError("a message without text: fill or remove it")
+        raise InputError("a message without text; fill or remove it")
     return {"role": role, "content": content}
 
 

@@ -46,7 +46,7 @@ def reference_messages(record: dict) -> ReadRecord:
             keys, said = [style], [_said(turn, style) for turn in record[style]]
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            "a record of unknown style: give it `messages`, `history`, `conversations` "
+            "a record of unknown style; give it `messages`, `history`, `conversations` "
             "(from, value), or `instruction` and `output`"
         ) from error
     messages = [{"role": role, "content": text} for role, text in said]
@@ -71,14 +71,14 @@ def reference_templates(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> 
     sentinel = tokenizer.convert_ids_to_tokens(vocab_size - 1)
     if sentinel is None:
         raise InputError(
-            f"the tokenizer has no token {vocab_size - 1}, which answers='reference' needs: "
+            f"the tokenizer has no token {vocab_size - 1}, which answers='reference' needs; "
             "use answers='turns'"
         )
     pair = [{"role": role, "content": sentinel} for role in ("user", "assistant")]
     parts = render(tokenizer, pair).split(sentinel)
     if len(parts) != 3:
         raise InputError(
-            "the chat template does not write each message once, as answers='reference' needs: "
+            "the chat template does not write each message once, as answers='reference' needs; "
             "use answers='turns'"
         )
     return Templates(*parts[:2])

@@ -207,4 +207,4 @@ class Tally:
                 f"{self._records.most_frequent()}"
             )
         wanted = f" of the sources {', '.join(sources)}" if sources else ""
-        raise InputError(f"no records{wanted} in {where}: name files that hold some")
+        raise InputError(f"no records{wanted} in {where}; name files that hold some")

@@ -116,7 +116,7 @@ def cached(cache: str, made_from: dict[str, Any], build: Build) -> tuple[Batch, 
                     _make(folder, made_from, build)
         except OSError as error:
             raise InputError(
-                f"{folder.parent} cannot be written ({first_line(error)}): change data.cache"
+                f"{folder.parent} cannot be written ({first_line(error)}); change data.cache"
             ) from error
     return _open(folder)
 
@@ -181,7 +181,7 @@ def _open(folder: Path) -> tuple[Batch, DataReport]:
                 raise OSError(f"{shard['file']} is cut")
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{folder} is damaged ({first_line(error)}): remove it, it is made again"
+            f"{folder} is damaged ({first_line(error)}); remove it, it is made again"
         ) from error
     files = [folder / shard["file"] for shard in manifest["shards"]]
     ends = np.cumsum([shard["rows"] for shard in manifest["shards"]])

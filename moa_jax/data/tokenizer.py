@@ -52,16 +52,16 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: str | Path) -
     if vocab_size < SMALLEST_VOCAB:
         raise InputError(
             f"a vocabulary of {vocab_size} cannot hold 256 bytes and {len(SPECIAL_TOKENS)} special "
-            f"tokens: ask for {SMALLEST_VOCAB} or more"
+            f"tokens; ask for {SMALLEST_VOCAB} or more"
         )
     folder = Path(folder)
     check_folder(folder)
     if folder.exists():
-        raise InputError(f"{folder} exists already: choose another folder or remove it")
+        raise InputError(f"{folder} exists already; choose another folder or remove it")
     texts = iter(texts)
     first = next((text for text in texts if text.strip()), None)
     if first is None:
-        raise InputError(f"no text to train the tokenizer {folder} on: check the data's paths")
+        raise InputError(f"no text to train the tokenizer {folder} on; check the data's paths")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tokenizer-") as scratch:
         unfinished = Path(scratch) / "tokenizer"
@@ -81,12 +81,12 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     if Path(path).is_dir() and not (Path(path) / "tokenizer.json").is_file():
-        raise InputError(f"{path} holds no tokenizer.json: name a folder with a fast tokenizer")
+        raise InputError(f"{path} holds no tokenizer.json; name a folder with a fast tokenizer")
     try:
         return AutoTokenizer.from_pretrained(str(path))
     except Exception as error:  # transformers and huggingface_hub raise a dozen unrelated types
         raise InputError(
-            f"cannot load the tokenizer {path}: name a folder that holds tokenizer.json, "
+            f"cannot load the tokenizer {path}; name a folder that holds tokenizer.json, "
             f"or a hub id while there is a network ({first_line(error)})"
         ) from error
 

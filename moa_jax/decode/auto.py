@@ -275,7 +275,7 @@ class Chooser:
         for way in (self._first, PLAIN, *self.ways):
             if way in ready:
                 return way
-        raise ValueError("no way to draft is ready: compile one of them first")
+        raise ValueError("no way to draft is ready; compile one of them first")
 
     def _tokens(self, ways: Iterable[DraftShape]) -> dict[DraftShape, Promised]:
         """What a round of each way commits, as far as is known."""

@@ -46,13 +46,13 @@ class Room(NamedTuple):
         if prompt_length + wanted > self.positions:
             raise InputError(
                 f"prompt {index} has {prompt_length} tokens and {wanted} are to follow, but the "
-                f"target has {self.positions} positions: shorten one of the two"
+                f"target has {self.positions} positions; shorten one of the two"
             )
         needed = prompt_length + wanted + self.draft_rows
         if self.cache_rows is not None and needed > self.cache_rows:
             raise InputError(
                 f"a cache of {self.cache_rows} rows is too small: prompt {index} needs {needed}, "
-                f"{self.draft_rows} of them for drafts: make it larger, or draft less at a time"
+                f"{self.draft_rows} of them for drafts; make it larger, or draft less at a time"
             )
 
 
@@ -64,11 +64,11 @@ def prompt_ids_of(index: int, prompt: Any, vocab_size: int) -> list[int]:
     """
     token_ids = whole_numbers(f"prompt {index}", prompt)
     if not token_ids:
-        raise InputError(f"prompt {index} is empty: give it at least one token")
+        raise InputError(f"prompt {index} is empty; give it at least one token")
     for token in token_ids:
         if not 0 <= token < vocab_size:
             raise InputError(
-                f"prompt {index} has the id {token}, outside the vocabulary of {vocab_size}: use "
+                f"prompt {index} has the id {token}, outside the vocabulary of {vocab_size}; use "
                 "the target's own tokenizer"
             )
     return token_ids

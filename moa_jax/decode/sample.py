@@ -80,7 +80,7 @@ def settings_of(rows: Sequence[Sampling], vocab_size: int, whole: bool = False) 
         for bias_V, row in zip(bias_BV, rows, strict=True):
             for token, bias in row.logit_bias:
                 if not is_id(token, vocab_size):
-                    raise InputError(f"logit_bias names the id {token} of {vocab_size}: use others")
+                    raise InputError(f"logit_bias names the id {token} of {vocab_size}; use others")
                 bias_V[token] = bias
 
     def array(

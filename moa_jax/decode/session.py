@@ -102,20 +102,20 @@ class Session:
         functions = drafter and functions_of(drafter, target.config)
         if vocabulary and functions and functions.own_head:
             raise InputError(
-                f"a drafter of kind {drafter.method} has a head of its own: leave out the draft "
+                f"a drafter of kind {drafter.method} has a head of its own; leave out the draft "
                 "vocabulary, which is a slice of the target's"
             )
         for way in self.ways:
             if functions and functions.chains_only and not way.is_chain:
                 raise InputError(
-                    f"a drafter of kind {drafter.method} drafts chains, no trees: use --mode chain"
+                    f"a drafter of kind {drafter.method} drafts chains, no trees; use --mode chain"
                 )
             _check_breadth(way, target, functions, vocabulary)
         logprobs.check(top_logprobs, target.config.vocab_size)
         self.mesh = sharding.mesh_of(target.params)
         if drafter and drafter.params and sharding.mesh_of(drafter.params) != self.mesh:
             raise InputError(
-                "target and drafter lie on different devices: load both with the same mesh"
+                "target and drafter lie on different devices; load both with the same mesh"
             )
         has_weights = drafter is not None and bool(drafter.params)
         self.first = self.shape if has_weights or len(self.ways) == 1 else PLAIN
@@ -369,7 +369,7 @@ class Session:
         rows = [[id if id in known else -1 for id in row] for row in rows]
         rows = rows if one_each else rows * batch
         if len(rows) != batch:
-            raise InputError(f"{len(rows)} lists of stop ids for {batch} prompts: give one each")
+            raise InputError(f"{len(rows)} lists of stop ids for {batch} prompts; give one each")
         width = max(8, *(-(-len(row) // 8) * 8 for row in rows))
         return jnp.array([row + [-1] * (width - len(row)) for row in rows], jnp.int32)
 
@@ -381,10 +381,10 @@ class Session:
         most = [most] * len(prompts) if isinstance(most, int | float) else most
         wanted_B = whole_numbers("max_new_tokens", most)
         if len(wanted_B) != len(prompts):
-            raise InputError(f"{len(wanted_B)} lengths for {len(prompts)} prompts: give one each")
+            raise InputError(f"{len(wanted_B)} lengths for {len(prompts)} prompts; give one each")
         for index, (prompt, wanted) in enumerate(zip(prompts, wanted_B, strict=True)):
             if wanted < 1:
-                raise InputError(f"max_new_tokens {wanted}: ask for at least 1")
+                raise InputError(f"max_new_tokens {wanted}; ask for at least 1")
             self.room.check(index, len(prompt), wanted)
         return wanted_B
 
@@ -392,10 +392,10 @@ class Session:
         """Converts prompts to lists; raises InputError for prompts that are not of this target."""
         prompts, vocab_size = unboxed(prompts), self.target.config.vocab_size
         if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
-            raise InputError(f"prompts are {prompts!r:.40}: give a list of lists of token ids")
+            raise InputError(f"prompts are {prompts!r:.40}; give a list of lists of token ids")
         found = [prompt_ids_of(i, prompt, vocab_size) for i, prompt in enumerate(prompts)]
         if not found:
-            raise InputError("no prompts: give at least one")
+            raise InputError("no prompts; give at least one")
         return found
 
 
@@ -420,7 +420,7 @@ def rows_of(sampling: Sampling | Sequence[Sampling], batch: int) -> list[Samplin
         first = sampling.seeded()
         return [row_of(first, row) for row in range(batch)]
     if len(sampling) != batch:
-        raise InputError(f"{len(sampling)} samplings for {batch} prompts: give one each")
+        raise InputError(f"{len(sampling)} samplings for {batch} prompts; give one each")
     return [each.seeded() for each in sampling]
 
 
@@ -443,7 +443,7 @@ def _check_breadth(
         size = target.config.vocab_size if own is None else len(own)
     if shape.most_children > size:
         raise InputError(
-            f"breadth {shape.most_children} is more than the {size} tokens that can be drafted: "
+            f"breadth {shape.most_children} is more than the {size} tokens that can be drafted; "
             "choose a smaller one"
         )
 

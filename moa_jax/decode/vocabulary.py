@@ -88,7 +88,7 @@ def check_size(size: int, vocab_size: int, always: Sequence[int] = ()) -> None:
         return
     reason = f"{least} must be in it" if size < least else f"the target has {vocab_size} tokens"
     raise InputError(
-        f"a draft vocabulary of {size}: {reason}: ask for a size from {least} to {vocab_size}"
+        f"a draft vocabulary of {size}: {reason}; ask for a size from {least} to {vocab_size}"
     )
 
 
@@ -160,7 +160,7 @@ def load_vocabulary(path: str | os.PathLike[str], target: Target) -> DraftVocabu
     if same is False:
         raise InputError(
             f"this draft vocabulary was made for another tokenizer: {file} states the vocabulary "
-            f"(ids:sha256) {stated} and the target's is {known}: make one for this target with "
+            f"(ids:sha256) {stated} and the target's is {known}; make one for this target with "
             "train.vocabulary"
         )
     vocab_size = target.config.vocab_size
@@ -174,11 +174,11 @@ def load_vocabulary(path: str | os.PathLike[str], target: Target) -> DraftVocabu
         if d2t_U is not None and not np.array_equal(ids, marked):
             raise InputError(
                 f"{file}: {_D2T} gives {len(ids)} ids and {_T2D} marks {len(marked)}, not the same "
-                "ones: make it anew with train.vocabulary"
+                "ones; make it anew with train.vocabulary"
             )
         ids = marked
     if not len(ids):
-        raise InputError(f"{file} holds no ids: make it anew with train.vocabulary")
+        raise InputError(f"{file} holds no ids; make it anew with train.vocabulary")
     if same is None and tokens is not None and file_sha256 is not None:
         token_ids.notice_unknown(file)
     return DraftVocabulary(ids.astype(np.int32), vocab_size, known if same else stated, file)
@@ -189,7 +189,7 @@ def _find(path: str | os.PathLike[str]) -> Path:
     if not found.is_dir():
         return found
     if not (found / FILE).is_file():
-        raise InputError(f"{found} holds no {FILE}: name the file itself")
+        raise InputError(f"{found} holds no {FILE}; name the file itself")
     return found / FILE
 
 
@@ -200,17 +200,17 @@ def _read(file: Path) -> tuple[np.ndarray | None, np.ndarray | None, dict[str, s
             names = set(tensors.keys())
             if not names & {_D2T, _T2D}:
                 raise InputError(
-                    f"{file} holds neither {_D2T} nor {_T2D}: make one with train.vocabulary"
+                    f"{file} holds neither {_D2T} nor {_T2D}; make one with train.vocabulary"
                 )
             d2t_U, t2d_V = (
                 _vector(tensors, name, file) if name in names else None for name in (_D2T, _T2D)
             )
             return d2t_U, t2d_V, tensors.metadata() or {}
     except FileNotFoundError as error:
-        raise InputError(f"no draft vocabulary {file}: check the path") from error
+        raise InputError(f"no draft vocabulary {file}; check the path") from error
     except (SafetensorError, OSError) as error:
         raise InputError(
-            f"{file} cannot be read as safetensors ({first_line(error)}): "
+            f"{file} cannot be read as safetensors ({first_line(error)}); "
             "make it with train.vocabulary, or fetch it again"
         ) from error
 
@@ -243,7 +243,7 @@ def _ids_of_d2t(d2t_U: np.ndarray, vocab_size: int, file: Path) -> np.ndarray:
 def _ids_of_t2d(t2d_V: np.ndarray, vocab_size: int, file: Path) -> np.ndarray:
     if len(t2d_V) != vocab_size:
         raise InputError(
-            f"{file}: {_T2D} has {len(t2d_V)} entries and the target {vocab_size} tokens: "
+            f"{file}: {_T2D} has {len(t2d_V)} entries and the target {vocab_size} tokens; "
             "use the draft vocabulary of this target"
         )
     return np.flatnonzero(t2d_V)
@@ -253,6 +253,6 @@ def _check_inside(ids: np.ndarray, vocab_size: int, what: str) -> None:
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if len(outside):
         raise InputError(
-            f"{what} holds the id {outside[0]}, which is outside the vocabulary of {vocab_size}: "
+            f"{what} holds the id {outside[0]}, which is outside the vocabulary of {vocab_size}; "
             "use what belongs to this target"
         )

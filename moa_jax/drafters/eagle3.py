@@ -63,7 +63,7 @@ def tapped_layers(cfg: Eagle3Config, target_cfg: TargetConfig) -> tuple[int, ...
     chosen = cfg.tapped_layers or _usual_layers(target_cfg)
     if len(chosen) != 3 or not all(0 <= i < layers for i in chosen):
         raise InputError(
-            f"tapped_layers {list(chosen)} of a target of {layers} layers: give three, each from "
+            f"tapped_layers {list(chosen)} of a target of {layers} layers; give three, each from "
             f"0 to {layers - 1}"
         )
     return chosen
@@ -208,7 +208,7 @@ def _stated_layers(config: dict[str, Any]) -> tuple[int, ...]:
     top, nested = config.get(LAYER_IDS), (config.get("eagle_config") or {}).get(LAYER_IDS)
     ids = top or nested or []
     if type(ids) is not list or any(type(i) is not int for i in ids):
-        raise InputError(f"{LAYER_IDS} is {ids!r}: give three layers of the target by number")
+        raise InputError(f"{LAYER_IDS} is {ids!r}; give three layers of the target by number")
     come_out = not top and "method" not in config
     return tuple(i + come_out for i in ids)  # the output of a layer enters the next layer
 
@@ -222,14 +222,14 @@ def _ids(files: Files, target_cfg: TargetConfig) -> np.ndarray:
             return _checked_ids(np.arange(guesses), files, target_cfg)
         raise InputError(
             f"the drafter's head scores {guesses} tokens and no d2t says which of the target's "
-            f"{target_cfg.vocab_size} they are: use files that hold d2t"
+            f"{target_cfg.vocab_size} they are; use files that hold d2t"
         )
     ids_U = files.read("d2t").astype(np.int64) + np.arange(files.shapes["d2t"][0])
     inside = ((ids_U >= 0) & (ids_U < target_cfg.vocab_size)).all()
     if len(ids_U) != guesses or not inside or len(np.unique(ids_U)) != guesses:
         raise InputError(
             f"d2t names {len(ids_U)} tokens for a head of {guesses}, some of them twice or "
-            f"outside the target's vocabulary of {target_cfg.vocab_size}: use the files of one "
+            f"outside the target's vocabulary of {target_cfg.vocab_size}; use the files of one "
             "drafter for this target"
         )
     return _checked_ids(ids_U, files, target_cfg)

@@ -67,7 +67,7 @@ def make(
 
 
 def _untrained(*_: Any) -> NoReturn:
-    raise InputError("prompt lookup needs no training: choose another drafter to train")
+    raise InputError("prompt lookup needs no training; choose another drafter to train")
 
 
 def extend(
@@ -96,7 +96,7 @@ def make_propose(cfg: LookupConfig) -> Callable[..., tuple[Tree, Array]]:
         guide: Guide,
     ) -> tuple[Tree, Array]:
         if not shape.is_chain:
-            raise InputError("prompt lookup drafts chains, no trees: use --mode chain")
+            raise InputError("prompt lookup drafts chains, no trees; use --mode chain")
         text_BS = extend(params, shared, text_BS, root_B[:, None], length_B, ())
         tokens_BD = continuation(cfg, text_BS, length_B, shape.levels - 1)
         return api.chain(jnp.concatenate([root_B[:, None], tokens_BD], axis=1)), text_BS
@@ -136,7 +136,7 @@ def write_config(
     cfg: LookupConfig, target_cfg: TargetConfig, layout: FileLayout = "ours"
 ) -> dict[str, Any]:
     """Always raises InputError: prompt lookup has no files."""
-    raise InputError("prompt lookup has no files: name it as it is, `lookup`")
+    raise InputError("prompt lookup has no files; name it as it is, `lookup`")
 
 
 KIND = DrafterKind(

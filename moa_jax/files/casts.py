@@ -49,7 +49,7 @@ def refusal(array: np.ndarray, dtype: np.dtype, where: str) -> InputError | None
         advice = f"choose {' or '.join(wide)}" if wide else "fetch the model again"
         return InputError(f"{where}: {grown:,} finite numbers become infinite in {dtype}: {advice}")
     if found:
-        return InputError(f"{where} holds {found:,} NaN or infinite values: fetch the model again")
+        return InputError(f"{where} holds {found:,} NaN or infinite values; fetch the model again")
     return None
 
 

@@ -63,11 +63,11 @@ def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) ->
         return path
     name = os.fspath(path_or_hub_id)
     if path.exists():
-        raise InputError(f"{name} is a file: give the folder that holds it, or a .gguf file")
+        raise InputError(f"{name} is a file; give the folder that holds it, or a .gguf file")
     if path.suffix.lower() == ".gguf":
         raise InputError(f"cannot open {name}: no such file; check the path")
     if not _HUB_ID.fullmatch(name):
-        raise InputError(f"{name} is not a folder: check the path")
+        raise InputError(f"{name} is not a folder; check the path")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
 
@@ -76,11 +76,11 @@ def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) ->
         folder = Path(snapshot_download(name, allow_patterns=patterns))
     except GatedRepoError as error:
         raise InputError(
-            f"{name} is gated on the hub: accept its licence there and run `hf auth login`"
+            f"{name} is gated on the hub; accept its licence there and run `hf auth login`"
         ) from error
     except Exception as error:  # network, unknown name, bad cache: each of another type
         raise InputError(
-            f"{name} is neither a folder nor reachable as a hub id ({first_line(error)}): "
+            f"{name} is neither a folder nor reachable as a hub id ({first_line(error)}); "
             "check the spelling and the network"
         ) from error
     if weights and not any(folder.glob("*.safetensors")) and _is_pickled_on_the_hub(name):
@@ -95,7 +95,7 @@ def _only_gguf(folder: Path) -> Path | None:
     files = sorted(folder.glob("*.gguf"))
     if len(files) > 1:
         shown = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
-        raise InputError(f"{folder} holds {len(files)} GGUF files ({shown}): name one of them")
+        raise InputError(f"{folder} holds {len(files)} GGUF files ({shown}); name one of them")
     return files[0] if files else None
 
 
@@ -112,7 +112,7 @@ def _is_pickled_on_the_hub(name: str) -> bool:
 def _pickled(where: Any, folder: Any, first: str = "") -> InputError:
     """The error for pickled weights, with the command that converts them to safetensors."""
     return InputError(
-        f"{where} holds pytorch_model.bin but no safetensors, and pickles are never read: "
+        f"{where} holds pytorch_model.bin but no safetensors, and pickles are never read; "
         f"run {first}python -m infer.peers.unpickle {folder} NEW_FOLDER once (it needs torch and "
         "uses torch.load with weights_only=True)"
     )
@@ -134,9 +134,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing: is {path.parent} a model folder?") from error
     except ValueError as error:  # not JSON, not UTF-8, or a key with two values
-        raise InputError(f"{path} is not valid JSON ({error}): fetch or write it again") from error
+        raise InputError(f"{path} is not valid JSON ({error}); fetch or write it again") from error
     if not isinstance(content, dict):
-        raise InputError(f"{path} holds no JSON object: fetch or write it again")
+        raise InputError(f"{path} holds no JSON object; fetch or write it again")
     return content
 
 
@@ -256,7 +256,7 @@ class TensorReader:
             if self.shapes[name] != shape:
                 raise InputError(
                     f"{self.file_of[name]}: {name} has shape {list(self.shapes[name])} where the "
-                    f"config asks for {list(shape)}: use the config.json of these weights"
+                    f"config asks for {list(shape)}; use the config.json of these weights"
                 )
             self._float_of(name)
 
@@ -268,7 +268,7 @@ class TensorReader:
         """
         path, dtype, start, end = self._stored[name]
         if path.stat().st_size < end:  # reading the view would crash the process
-            raise InputError(f"{path} ends within {name}: fetch it again")
+            raise InputError(f"{path} ends within {name}; fetch it again")
         if path not in self._maps:
             self._maps[path] = np.asarray(np.memmap(path, np.uint8, "r"))
         content = self._maps[path][start:end]
@@ -289,7 +289,7 @@ class TensorReader:
     def dtype(self) -> np.dtype:
         """The dtype of the first float tensor; raises InputError without one."""
         if not self.shapes:
-            raise InputError(f"{self._where} holds no tensors: fetch it again")
+            raise InputError(f"{self._where} holds no tensors; fetch it again")
         floats = (name for name in self.shapes if self._stored[name].dtype in FLOATS)
         return np.dtype(self._float_of(next(floats, next(iter(self.shapes)))))
 
@@ -312,7 +312,7 @@ class TensorReader:
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             plural = "s" if len(names) > 1 else ""
             raise InputError(
-                f"{self._where} {verb} {len(names)} tensor{plural} ({shown}): "
+                f"{self._where} {verb} {len(names)} tensor{plural} ({shown}); "
                 "use the weights that belong to its config.json"
             )
 
@@ -435,7 +435,7 @@ def _shards(folder: Path) -> list[Path]:
     file_of = read_json(folder / INDEX).get("weight_map")
     if not isinstance(file_of, dict) or any(type(file) is not str for file in file_of.values()):
         raise InputError(
-            f"{folder / INDEX}: weight_map does not map tensors to files: fetch it again"
+            f"{folder / INDEX}: weight_map does not map tensors to files; fetch it again"
         )
     return [folder / file for file in sorted(set(file_of.values()))]
 
@@ -444,10 +444,10 @@ def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="np")
     except FileNotFoundError as error:
-        raise InputError(f"{path} is missing though the index names it: fetch it again") from error
+        raise InputError(f"{path} is missing though the index names it; fetch it again") from error
     except SafetensorError as error:
         raise InputError(
-            f"{path} is cut short or no safetensors file ({first_line(error)}): fetch it again"
+            f"{path} is cut short or no safetensors file ({first_line(error)}); fetch it again"
         ) from error
 
 
@@ -458,7 +458,7 @@ def _write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise InputError(
-            f"{path} cannot be written ({first_line(error)}): make room or choose another output"
+            f"{path} cannot be written ({first_line(error)}); make room or choose another output"
         ) from error
     path.chmod(mode)
 

@@ -138,7 +138,7 @@ def _opened(path: Path) -> gguf.GGUFReader:
         return gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
         raise InputError(
-            f"cannot read {path}: cut short, or no GGUF file of a known version and quantisation "
+            f"cannot read {path}; cut short, or no GGUF file of a known version and quantisation "
             f"({first_line(error)}); fetch it again"
         ) from error
 
@@ -151,7 +151,7 @@ class _Metadata:
         parts = self.get("split.count", 1)
         if parts > 1:
             raise InputError(
-                f"{path} is one of {parts} parts of a model: merge them with llama.cpp's "
+                f"{path} is one of {parts} parts of a model; merge them with llama.cpp's "
                 "llama-gguf-split --merge"
             )
         self.architecture = self.need("general.architecture")

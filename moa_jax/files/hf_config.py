@@ -38,7 +38,7 @@ def target_config_from_hf(config: dict[str, Any], where: str = "config.json") ->
     family = config.get("model_type")
     if family not in ARCHITECTURES:
         raise InputError(
-            f"{where}: model_type {family!r} is not supported: use a llama, qwen2 or qwen3 model"
+            f"{where}: model_type {family!r} is not supported; use a llama, qwen2 or qwen3 model"
         )
     heads = need(config, "num_attention_heads", where)
     width = need(config, "hidden_size", where)
@@ -96,7 +96,7 @@ def target_config_to_hf(cfg: TargetConfig) -> dict[str, Any]:
         config["mlp_bias"] = block.mlp_bias
     if target_config_from_hf(config) != cfg:
         raise InputError(
-            f"a {cfg.family} config cannot say these biases and norms: "
+            f"a {cfg.family} config cannot say these biases and norms; "
             "choose the ones of that family"
         )
     return config
@@ -105,7 +105,7 @@ def target_config_to_hf(cfg: TargetConfig) -> dict[str, Any]:
 def need(config: dict[str, Any], key: str, where: str) -> Any:
     """A required value; raises InputError, naming `where` and the key, if it is missing."""
     if config.get(key) is None:
-        raise InputError(f"{where}: {key} is missing: use the config.json that came with the model")
+        raise InputError(f"{where}: {key} is missing; use the config.json that came with the model")
     return config[key]
 
 
@@ -140,7 +140,7 @@ def _refuse_variants(config: dict[str, Any], where: str, family: str, head_dim: 
     for key in ("quantization_config", "compression_config"):
         if config.get(key):
             raise InputError(
-                f"{where}: {key}: quantised weights are not read: use the unquantised model, and "
+                f"{where}: {key}: quantised weights are not read; use the unquantised model, and "
                 "--weights to quantise it as it is loaded"
             )
     if (windowed := _windowed(config, where, family)) is not None:
@@ -213,7 +213,7 @@ def _rope_from_hf(config: dict[str, Any], where: str) -> tuple[float, RopeScalin
     kind = rope.pop("rope_type", "default")
     if kind not in _SCALING_KEYS:
         raise InputError(
-            f"{where}: rope scaling {kind!r} is not supported: use a model with llama3 or "
+            f"{where}: rope scaling {kind!r} is not supported; use a model with llama3 or "
             "linear scaling, or without any"
         )
     known = (*_SCALING_KEYS[kind], _ORIGINAL, "mrope_section")

@@ -100,7 +100,7 @@ def check_stated(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
 def misstated(key: str, value: Any, found: Any) -> InputError:
     """The error for a size in config.json that differs from that of the tensors."""
     return InputError(
-        f"config.json says {key} is {value} but the tensors have {found}: use the config.json of "
+        f"config.json says {key} is {value} but the tensors have {found}; use the config.json of "
         "these weights"
     )
 
@@ -109,5 +109,5 @@ def mispaired(what: str, drafter: Any, target: Any) -> InputError:
     """The error for a drafter that was trained for another target."""
     return InputError(
         f"this drafter belongs to another target: {what} is {drafter} in its files and {target} "
-        "in the target: give the target it was trained for"
+        "in the target; give the target it was trained for"
     )

@@ -111,7 +111,7 @@ def write_sizes(
     """The config.json of a one-layer model; raises InputError for unsupported layouts."""
     if layout not in ("ours", "authors"):
         raise InputError(
-            f"drafters of kind {method} have no layout {layout}: choose ours or authors"
+            f"drafters of kind {method} have no layout {layout}; choose ours or authors"
         )
     family = "llama" if plain else target.family
     block = block_of(cfg, target, plain)

@@ -88,7 +88,7 @@ def left_out(folder: Path) -> dict[str, Line]:
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
-            f"{path} is damaged: write the folder again with infer.convert --for-client"
+            f"{path} is damaged; write the folder again with infer.convert --for-client"
         ) from error
 
 

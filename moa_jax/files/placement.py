@@ -124,7 +124,7 @@ def write_params(
 def _whole(leaf: Any) -> np.ndarray:
     """A matrix as stored, with panels joined; raises InputError for weights of eight bits."""
     if isinstance(leaf, Quantised):
-        raise InputError("weights of eight bits cannot be saved: load them without `weights`")
+        raise InputError("weights of eight bits cannot be saved; load them without `weights`")
     return np.asarray(leaf.whole() if isinstance(leaf, Panels) else leaf)
 
 
@@ -174,7 +174,7 @@ def _stored_as(
     leaf = jax.block_until_ready(_quantised(path[-1:], placed, weights, sharding))
     if isinstance(leaf, Quantised) and not bool(jnp.isfinite(leaf.scale).all()):
         raise InputError(
-            f"{source} holds values that are not finite, so {weights} has no scale for them: fetch "
+            f"{source} holds values that are not finite, so {weights} has no scale for them; fetch "
             "the model again"
         )
     return leaf

@@ -33,11 +33,11 @@ def place(path: str | os.PathLike[str]) -> Path:
         return Path(path).expanduser()
     if scheme != STORE:
         raise InputError(
-            f"{path}: {scheme}:// is no store that is known: use {STORE}://, or mount it"
+            f"{path}: {scheme}:// is no store that is known; use {STORE}://, or mount it"
         )
     for package in PACKAGES:
         if not _is_installed(package):
-            raise InputError(f"{path} needs the package {package}: pip install 'moa-jax[gcs]'")
+            raise InputError(f"{path} needs the package {package}; pip install 'moa-jax[gcs]'")
     from etils import epath  # slow to import
 
     return epath.Path(path)
@@ -82,7 +82,7 @@ def lock(file: IO[Any], refusal: str) -> None:
 
 def lock_output(file: IO[Any], path: Path) -> None:
     """Lock a file that one run writes; raises InputError if another run holds the lock."""
-    lock(file, f"{path}: another run writes it: wait for its end, or name another --output")
+    lock(file, f"{path}: another run writes it; wait for its end, or name another --output")
 
 
 def is_stored(path: Path) -> bool:
@@ -111,7 +111,7 @@ def check_file(flag: str, path: Path, what: str = "file") -> None:
     is_device = path.exists() and not path.is_file()
     folder = path if is_device else Path(os.path.realpath(path)).parent
     if path.is_dir() or not os.access(folder, os.W_OK if is_device else os.W_OK | os.X_OK):
-        raise InputError(f"{flag} {path}: no {what} can be written there: choose another path")
+        raise InputError(f"{flag} {path}: no {what} can be written there; choose another path")
 
 
 def check_links(path: Path) -> None:

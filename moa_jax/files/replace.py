@@ -44,7 +44,7 @@ def check_replaceable(
     is_ours = (folder / mark).is_file() or was_cut or is_new_clone or not any(folder.iterdir())
     if not is_ours:
         what = "a model folder" if mark == "config.json" else f"a folder with {mark}"
-        raise InputError(f"{folder.absolute()} exists and is not {what}: choose another output")
+        raise InputError(f"{folder.absolute()} exists and is not {what}; choose another output")
     for model in (folder / each for each in models):
         _check_weights(model)
 
@@ -58,7 +58,7 @@ def _check_weights(folder: Path) -> None:
         if path.exists() and not _is_ours(path):
             raise InputError(
                 f"{path} belongs to weights of another program, which would be read in place of "
-                "the new ones: remove them or choose another output"
+                "the new ones; remove them or choose another output"
             )
 
 

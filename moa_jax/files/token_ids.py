@@ -79,7 +79,7 @@ def _read(path: Path, settings: Path, *versions: object) -> TokenizerTokens | No
             return None
         return TokenizerTokens(ids, frozenset((own | late).keys() & ids.keys()))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{path} does not map tokens to ids: fetch or write it again") from error
+        raise InputError(f"{path} does not map tokens to ids; fetch or write it again") from error
 
 
 def fingerprint(tokens: TokenIds) -> str:

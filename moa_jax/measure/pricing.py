@@ -65,7 +65,7 @@ def _begin(session: Session, batch: int) -> Generation:
     """A batch of random prompts whose answers go on to their limit."""
     room = session.room.behind(1)
     if room < 2:
-        raise InputError("the caches have no room to measure what a round costs: make them larger")
+        raise InputError("the caches have no room to measure what a round costs; make them larger")
     prompt, new = (PROMPT, NEW) if room > PROMPT + NEW else (room // 2, room // 2)
     size = (batch, prompt)
     prompts = np.random.default_rng(0).integers(session.target.config.vocab_size, size=size)

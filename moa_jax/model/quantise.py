@@ -71,7 +71,7 @@ def quantise(weight: Array, weights: Format, summed: int) -> Quantised:
     for scales.
     """
     if weight.dtype == jnp.float16:
-        raise InputError("float16 has no room for the scales of eight bits: choose another dtype")
+        raise InputError("float16 has no room for the scales of eight bits; choose another dtype")
     largest = jnp.max(jnp.abs(weight.astype(jnp.float32)), axis=summed, keepdims=True)
     scale = largest / _LARGEST[weights]
     scale = scale.astype(weight.dtype)

@@ -104,7 +104,7 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> Mesh:
     if math.prod(sizes) != len(devices):
         shown = ", ".join(f"{n} {s}" for n, s in zip(MESH_AXES, sizes, strict=True))
         raise InputError(
-            f"the mesh ({shown}) does not use {len(devices)} devices: choose sizes whose product "
+            f"the mesh ({shown}) does not use {len(devices)} devices; choose sizes whose product "
             "is that number, or -1 for one of them"
         )
     grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
@@ -114,13 +114,13 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> Mesh:
 def decoding_mesh(tensor: int = 1, data: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """The decoding mesh of the first tensor * data devices; InputError for fewer or sizes < 1."""
     if min(tensor, data) < 1:
-        raise InputError(f"mesh tensor={tensor},data={data}: give sizes of at least 1")
+        raise InputError(f"mesh tensor={tensor},data={data}; give sizes of at least 1")
     devices = jax.devices() if devices is None else devices
     count = data * tensor
     if count > len(devices):
         raise InputError(
             f"mesh tensor={tensor},data={data} needs {count} devices, and there "
-            f"{'is one' if len(devices) == 1 else f'are {len(devices)}'}: choose a smaller mesh"
+            f"{'is one' if len(devices) == 1 else f'are {len(devices)}'}; choose a smaller mesh"
         )
     grid = np.array(devices[:count], object).reshape(data, tensor)
     if 1 < count == len(devices):
@@ -243,7 +243,7 @@ def _checked(sharding: NamedSharding, shape: convert.Shape, name: str) -> NamedS
         if length % cut:
             raise InputError(
                 f"{name} has an axis of {length}, which mesh {' x '.join(names)} = {cut} does not "
-                "divide: choose a mesh that does"
+                "divide; choose a mesh that does"
             )
     return sharding
 

@@ -27,7 +27,7 @@ def check_memory(num_bytes: int, what: str, advice: str, num_devices: int = 1) -
     if free is not None and needed > free:
         raise InputError(
             f"{what} need {needed / GIB:.3g} GiB of memory, and {jax.default_backend()} has "
-            f"{free / GIB:.3g} GiB: {advice}"
+            f"{free / GIB:.3g} GiB; {advice}"
         )
 
 

@@ -130,7 +130,7 @@ def check_same(facts: Mapping[str, Any], key: str) -> None:
         here, there = own.get(name, "absent"), first.get(name, "absent")
         if here != there:
             raise InputError(
-                f"{name} is {here} here and {there} for process 0: start all processes alike"
+                f"{name} is {here} here and {there} for process 0; start all processes alike"
             )
 
 
@@ -244,7 +244,7 @@ class ProcessGroup:
                     self._handle(process, json.loads(line))
                     peer.settimeout(HEARTBEAT_TIMEOUT_S)
         except TimeoutError:
-            line = f"no sign of life for {HEARTBEAT_TIMEOUT_S:.0f} s: see whether it still runs"
+            line = f"no sign of life for {HEARTBEAT_TIMEOUT_S:.0f} s; see whether it still runs"
             end = Failure(process, line, 1)
         except OSError:  # reset, as by a process that died
             pass

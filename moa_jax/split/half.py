@@ -111,7 +111,7 @@ class DraftHalf:
         Raises InputError for a drafter without `go_on`.
         """
         if self.functions.go_on is None:
-            raise InputError("this drafter cannot draft token by token: use a tree")
+            raise InputError("this drafter cannot draft token by token; use a tree")
         steps = min(steps, MOST_STEPS)
         given = (self._cache, self._fed(text), one(known), np.int32(steps))
         self._cache, tokens_S = self._programs.run(_chain, *given)

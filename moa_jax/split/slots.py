@@ -121,7 +121,7 @@ class Slots:
                 f"{max_tokens} tokens a session: the target has {positions} positions, allow fewer"
             )
         if not 1 <= max_nodes <= MAX_DEPTH:
-            raise InputError(f"{max_nodes} nodes: choose from 1 to {MAX_DEPTH}")
+            raise InputError(f"{max_nodes} nodes; choose from 1 to {MAX_DEPTH}")
         functions = drafter and functions_of(drafter, target.config)
         self.target, self.functions = target, functions
         self.max_tokens, self.max_nodes, self.chunk = max_tokens, max_nodes, chunk
@@ -157,13 +157,13 @@ class Slots:
         if not 1 < total <= self.max_tokens:
             raise InputError(f"{total} tokens: sessions hold from 2 to {self.max_tokens}")
         if sampling.logit_bias:
-            raise InputError("logit_bias does not travel: leave it out")
+            raise InputError("logit_bias does not travel; leave it out")
         check_stops(stop_ids)
         for index, slot in enumerate(self._slots):
             if slot is None:
                 self._slots[index] = Slot(sampling, frozenset(stop_ids), total, prompt_length)
                 return index
-        raise NoSlot(f"all {len(self._slots)} slots are taken: try again later")
+        raise NoSlot(f"all {len(self._slots)} slots are taken; retry later")
 
     def close(self, slot: int) -> None:
         """Frees a slot; the content of its caches is never read again."""
@@ -229,7 +229,7 @@ class Slots:
             raise InputError("a slot has two drafts in one pass: one at a time")
         for request, session in zip(requests, sessions, strict=True):
             if session.done or session.length != len(session.tokens) - 1:
-                raise InputError("the session is over or has no root: read its prompt first")
+                raise InputError("the session is over or has no root; read its prompt first")
             self._check_draft(request)
         width = max(1 + len(request.tokens) for request in requests)
         size = self._fit(_verify, sessions, width)
@@ -334,7 +334,7 @@ class Slots:
             raise InputError("the nodes are no tree: each needs a parent that stands before it")
         pairs = set(zip(request.parents, request.tokens, strict=True))
         if len(pairs) < len(request.tokens):
-            raise InputError("two children of a node are the same token: send each once")
+            raise InputError("two children of a node are the same token; send each once")
 
     def _served(
         self,

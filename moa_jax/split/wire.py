@@ -144,7 +144,7 @@ def sampling_fields(sampling: Sampling) -> dict[str, float]:
     Raises InputError for `logit_bias`, which has no field.
     """
     if sampling.logit_bias:
-        raise InputError("logit_bias cannot be sent to a server: leave it out, or decode locally")
+        raise InputError("logit_bias cannot be sent to a server; leave it out, or decode locally")
     return {name: kind(getattr(sampling, name)) for name, kind in SAMPLING_TYPES.items()}
 
 

@@ -112,7 +112,7 @@ class Checkpoints:
         if damaged:
             faults = ", ".join(f"{step} ({fault})" for step, fault in damaged.items())
             raise InputError(
-                f"{self._folder}: no checkpoint can be read: {faults}: restore a copy, or name "
+                f"{self._folder}: no checkpoint can be read: {faults}; restore a copy, or name "
                 "another run.directory"
             )
         return None
@@ -200,7 +200,7 @@ class Checkpoints:
     def _not_written(self, why: str) -> InputError:
         steps = ", ".join(map(str, self._manager.all_steps())) or "none"
         return InputError(
-            f"{self._folder}: a checkpoint could not be written: {why}; whole ones: steps {steps}: "
+            f"{self._folder}: a checkpoint could not be written: {why}; whole ones: steps {steps}; "
             "make room and give the same command again"
         )
 
@@ -264,7 +264,7 @@ def read_params(folder: Path, config: DistillConfig, abstract: Params) -> Params
         found = [f"{name}: {there.get(name)} -> {here.get(name)}" for name in names]
     if found:
         raise InputError(
-            f"{folder}: holds another drafter: {listed(found)}: name another checkpoint, or set "
+            f"{folder}: holds another drafter: {listed(found)}; name another checkpoint, or set "
             "them alike"
         )
     item = {"params": abstract}
@@ -290,7 +290,7 @@ def _intact(folder: Path) -> Path:
     if not folder.is_dir():
         raise InputError(f"{folder}: no such checkpoint: there are {steps}")
     if fault := _fault(folder):
-        raise InputError(f"{folder}: damaged ({fault}): choose another of {steps}")
+        raise InputError(f"{folder}: damaged ({fault}); choose another of {steps}")
     return folder
 
 
@@ -299,14 +299,14 @@ def _check_same_run(folder: Path, config: Config, data: Mapping[str, Any] | None
     meta = _meta(folder)
     if meta and (found := changes(meta["config"], config)):
         raise InputError(
-            f"{folder.parent}: holds a run with other settings: {listed(found)}: "
+            f"{folder.parent}: holds a run with other settings: {listed(found)}; "
             "restore them, or name another run.directory"
         )
     for name, before in meta.get("data", {}).items():
         if data and data.get(name) != before:
             raise InputError(
                 f"{folder.parent}: was trained on other data: {name}: {before} -> "
-                f"{data.get(name)}: restore the files, or name another run.directory"
+                f"{data.get(name)}; restore the files, or name another run.directory"
             )
 
 
@@ -391,7 +391,7 @@ def _locked(directory: Path) -> Iterator[None]:
         holder = file.read() or "another run"
         lock(
             file,
-            f"{directory}: {holder} is at work there: wait until it ends, or name another "
+            f"{directory}: {holder} is at work there; wait until it ends, or name another "
             "run.directory",
         )
         file.truncate(0)

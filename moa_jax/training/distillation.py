@@ -284,5 +284,5 @@ def _check_rows(config: DistillConfig, mesh: Mesh) -> None:
     if rows % (parts * cut):
         raise InputError(
             f"data.rows_per_batch {rows} does not split into optim.accumulate {parts} parts on "
-            f"{cut} devices (mesh data x fsdp): choose a multiple of {parts * cut}"
+            f"{cut} devices (mesh data x fsdp); choose a multiple of {parts * cut}"
         )

@@ -104,7 +104,7 @@ class MetricsLog:
             yield
         except OSError as error:
             raise InputError(
-                f"{self._path}: {error.strerror}: make room and give the same command again"
+                f"{self._path}: {error.strerror}; make room and give the same command again"
             ) from error
 
 
@@ -130,7 +130,7 @@ def check_tensorboard() -> None:
     """Raise InputError if the optional extra `tensorboard` is not installed."""
     if importlib.util.find_spec("tensorboardX") is None:
         raise InputError(
-            "run.tensorboard: tensorboardX is missing: pip install 'moa-jax[tensorboard]'"
+            "run.tensorboard: tensorboardX is missing; pip install 'moa-jax[tensorboard]'"
         )
 
 

@@ -137,14 +137,14 @@ class TargetCache:
         if whole > most_gb * GB:
             raise InputError(
                 f"{self.folder}: a target cache of {whole / GB:.3g} GB is above the limit of "
-                f"{most_gb:g}: raise --target-cache-gb, or train on fewer rows"
+                f"{most_gb:g}; raise --target-cache-gb, or train on fewer rows"
             )
         existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         free = shutil.disk_usage(existing).free + cut
         if lacking > free:
             raise InputError(
                 f"{self.folder}: a target cache needs {lacking / GB:.3g} GB more and the disk has "
-                f"{free / GB:.3g}: make room, or leave --target-cache out"
+                f"{free / GB:.3g}; make room, or leave --target-cache out"
             )
 
     def build(self, keep: Callable[[np.ndarray], Parts], at_once: int, watch: Any) -> None:
@@ -162,7 +162,7 @@ class TargetCache:
                     self._write(names, keep, at_once, watch)
         except OSError as error:
             raise InputError(
-                f"{self.folder} cannot be written ({first_line(error)}): make room, or change "
+                f"{self.folder} cannot be written ({first_line(error)}); make room, or change "
                 "--target-cache"
             ) from error
 
@@ -175,7 +175,7 @@ class TargetCache:
             others = [path for path in self.folder.glob("[!.]*") if path.name != LOCK]
             if others or self.folder.is_file():
                 raise InputError(
-                    f"{self.folder} is no target cache, as it holds no {MANIFEST}: name a new "
+                    f"{self.folder} is no target cache, as it holds no {MANIFEST}; name a new "
                     "folder"
                 )
             check_folder(self.folder)
@@ -188,14 +188,14 @@ class TargetCache:
             if found.get(name) != value
         ]:
             raise InputError(
-                f"{self.folder} is a target cache of {', '.join(differences)}: name another "
+                f"{self.folder} is a target cache of {', '.join(differences)}; name another "
                 "folder, or remove this one"
             )
         for name in self._kinds:
             path, expected = self.folder / name, self.num_bytes([name])
             if path.exists() and path.stat().st_size != expected:
                 raise InputError(
-                    f"{path} is damaged ({path.stat().st_size} of {expected} bytes): remove it, "
+                    f"{path} is damaged ({path.stat().st_size} of {expected} bytes); remove it, "
                     "it is made again"
                 )
 
@@ -234,7 +234,7 @@ class TargetCache:
             if not sound_R[number]:
                 if zlib.crc32(record[CRC_BYTES:]) != int(record[:CRC_BYTES].view("<u4")[0]):
                     raise InputError(
-                        f"{path} is damaged (row {number} has changed): remove it, it is made again"
+                        f"{path} is damaged (row {number} has changed); remove it, it is made again"
                     )
                 sound_R[number] = True
             found_BX[place] = record[CRC_BYTES:].view(kind.dtype).reshape(kind.shape)

@@ -316,7 +316,7 @@ def test_other_kernels_read_the_whole_cache_however_little_is_used():
 @pytest.mark.parametrize("known", [{}, {("attend", DIMS): None}])
 def test_a_pallas_kernel_that_declares_nothing_is_refused(known):
     (kernel,) = round_of(CALL.replace("%s", '"tpu_custom_call"'))
-    with pytest.raises(InputError, match="'attend' declares no cost: give"):
+    with pytest.raises(InputError, match="'attend' declares no cost; give"):
         decoding.priced(kernel, known)
 
 

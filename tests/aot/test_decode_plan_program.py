@@ -207,7 +207,7 @@ DEMO = ["--shape", "moa_jax/demo/target"]
         ([*COMMAND, "--prompt-length", "2048"], "too small: a prompt of 2048 tokens"),
         ([*COMMAND, "--mode", "tree", "--drafter", PAPER, "--depth", "65"], "at most 64"),
         ([*COMMAND, "--mode", "chain", "--drafter", PAPER, "--breadth", "2"], "describes a tree"),
-        ([*COMMAND, "--drafter", PAPER], "--drafter without --mode, which is plain: add"),
+        ([*COMMAND, "--drafter", PAPER], "--drafter without --mode, which is plain; add"),
         ([*COMMAND, "--total-tokens", "9"], "--total-tokens without --mode"),
         (
             [*COMMAND, "--mode", "chain", "--drafter", PAPER, "--target-layer-inference", "3"],

@@ -128,7 +128,7 @@ def test_a_drafter_is_planned_with_its_draft_vocabulary(tmp_path):
 
 
 def test_an_impossible_fill_is_refused(planned):
-    with pytest.raises(InputError, match="--fill 1.2: choose above 0 and at most 1"):
+    with pytest.raises(InputError, match="--fill 1.2; choose above 0 and at most 1"):
         plan.main([*COMMAND, "--fill", "1.2"])
 
 

@@ -48,7 +48,7 @@ def test_counts_have_a_least_value_and_are_whole(config, name, low):
     dataclasses.replace(config, **{name: 2 if name == "head_dim" else low})
     for wrong in (low - 1, 1.5, "1", True):
         said = refusal(dataclasses.replace, config, **{name: wrong})
-        assert said == f"{name} is {wrong!r}: choose a whole number of at least {low}"
+        assert said == f"{name} is {wrong!r}; choose a whole number of at least {low}"
 
 
 def test_a_schedule_without_warm_up_or_decay_is_constant():
@@ -65,7 +65,7 @@ def test_a_drafter_is_trained_for_no_longer_a_chain():
     """Its folder states a depth, one above the horizon, and is held to the same limit."""
     dataclasses.replace(tiny.config, horizon=MAX_DEPTH - 1)
     said = refusal(dataclasses.replace, tiny.config, horizon=MAX_DEPTH)
-    assert said == f"horizon is {MAX_DEPTH}: choose at most {MAX_DEPTH - 1}"
+    assert said == f"horizon is {MAX_DEPTH}; choose at most {MAX_DEPTH - 1}"
 
 
 @pytest.mark.parametrize("module", [config.model, config.draft, config.train])
@@ -89,7 +89,7 @@ def load(path: Path, text: str, *overrides: str) -> DistillConfig:
     [
         ("config = (", "SyntaxError: "),
         ("import no_such_module", " line 1: ModuleNotFoundError: No module named"),
-        ("\nconfig = Distil()", " line 2: NameError: name 'Distil' is not defined"),
+        ("\nconfig = Distil()", " line 2: NameError; name 'Distil' is not defined"),
         ("config = 1 / 0", " line 1: ZeroDivisionError: division by zero"),
         ("import json\nconfig = json.loads('{')", " line 2: JSONDecodeError: "),
         ("import dataclasses, configs.tiny as t\n"
@@ -119,4 +119,4 @@ def test_overrides_are_held_to_the_same_rules(tmp_path):
     text = "from configs.tiny import config"
     assert load(tmp_path / "a.py", text, "--run.log_every", "3").run.log_every == 3
     said = refusal(load, tmp_path / "a.py", text, "--run.log_every", "0")
-    assert said == "log_every is 0: choose a whole number of at least 1"
+    assert said == "log_every is 0; choose a whole number of at least 1"

@@ -381,7 +381,7 @@ def test_answers_without_ids_among_others_are_refused(tokenizer, second):
 def test_what_is_no_list_of_known_ids_is_refused(name, ids):
     """Wherever it stands, behind the cut too."""
     ids = [1, 2, 3, *ids] if isinstance(ids, list) else ids
-    with pytest.raises(InputError, match="ids outside the vocabulary of 10: use the target's own"):
+    with pytest.raises(InputError, match="ids outside the vocabulary of 10; use the target's own"):
         chat.encode_ids([IDS | {name: ids}], 10, 3)
 
 

@@ -143,7 +143,7 @@ def test_a_record_that_cannot_be_read_is_skipped_by_those_who_count(tmp_path):
     assert [place for place, _ in found] == [f"{path} line {n}" for n in range(1, 7)]
     told = [str(what) if isinstance(what, InputError) else what["text"] for _, what in found]
     assert told[0] == told[5] == "good" and told[2] == "\U0001f600"
-    assert told[1] == told[4] == "not JSON in UTF-8: repair the line"
+    assert told[1] == told[4] == "not JSON in UTF-8; repair the line"
     assert told[3].startswith("not a JSON object")
     assert corpora.count(path) == 6
 
@@ -157,7 +157,7 @@ def test_a_parquet_row_that_is_no_text_spoils_no_other(tmp_path):
     parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
     one, fault, three = (what for _, what in corpora.read_all(str(tmp_path)))
     assert (one, three) == ({"text": "one"}, {"text": "three"})
-    assert str(fault) == "not text in UTF-8: repair the record"
+    assert str(fault) == "not text in UTF-8; repair the record"
     with pytest.raises(InputError, match=r"a\.parquet record 2 is not text in UTF-8"):
         list(corpora.read(str(tmp_path)))
 
@@ -252,7 +252,7 @@ def test_tfds_nested_values(monkeypatch):
     _, (place, fault) = corpora.read_all("tfds:group/chats/train")
     assert (place, str(fault)) == (
         "tfds:group/chats/train record 2",
-        "not text in UTF-8: repair the record",
+        "not text in UTF-8; repair the record",
     )
 
 

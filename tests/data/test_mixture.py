@@ -144,8 +144,8 @@ def test_one_path_without_records_is_refused(config, tokenizer, tmp_path):
 @pytest.mark.parametrize(
     "weights, fault",
     [
-        ((1.0,), "1 weights for 2 train paths: give one each"),
-        ((1.0, 0.0), "weights are .*: choose numbers above 0"),
+        ((1.0,), "1 weights for 2 train paths; give one each"),
+        ((1.0, 0.0), "weights are .*; choose numbers above 0"),
         ((1.0, -1.0), "above 0"),
         ((1.0, float("nan")), "above 0"),
         ((1.0, float("inf")), "above 0"),

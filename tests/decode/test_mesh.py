@@ -113,7 +113,7 @@ def test_a_pair_lies_on_one_mesh():
     for sizes in ((0, 1), (1, 0), (-1, -1)):
         with pytest.raises(InputError, match="give sizes of at least 1"):
             sharding.decoding_mesh(*sizes)
-    with pytest.raises(InputError, match="a mesh of the axes x does not decode: make one with"):
+    with pytest.raises(InputError, match="a mesh of the axes x does not decode; make one with"):
         load_target(DEMO / "target", mesh=jax.sharding.Mesh(jax.devices()[:1], ("x",)))
 
 

@@ -30,7 +30,7 @@ def test_a_prompt_takes_no_more_rows_than_it_has_tokens():
 def test_the_line_says_what_is_needed():
     with pytest.raises(InputError, match="8 tokens and 5 are to follow, but .* 12 positions"):
         Room(12).check(3, 8, 5)
-    with pytest.raises(InputError, match="needs 37, 5 of them for drafts: make it larger"):
+    with pytest.raises(InputError, match="needs 37, 5 of them for drafts; make it larger"):
         Room(99, 36, 5).check(0, 8, 24)
 
 

@@ -283,7 +283,7 @@ def test_chain_is_the_likeliest_path():
         (lambda: DraftShape.static("x"), "lists of child ranks"),
         (
             lambda: DraftShape(2, paths=((0,), (1,), (0, 0))),
-            "another depth: let `DraftShape",
+            "another depth; let `DraftShape",
         ),
         (lambda: DraftShape(3, paths=((0,), (0, 0), (1,))), "not in order"),
         (lambda: DraftShape(2, paths=((0,), (0,))), "not in order"),

@@ -137,7 +137,7 @@ def test_either_tensor_is_enough(load, tensors):
 @pytest.mark.parametrize(
     "line, tensors",
     [
-        ("t2d has 7 entries and the target 8 tokens: use", {"t2d": T2D[:7]}),
+        ("t2d has 7 entries and the target 8 tokens; use", {"t2d": T2D[:7]}),
         ("d2t holds the id 8, which is outside the vocabulary of 8", {"d2t": D2T + [0, 0, 3]}),
         ("d2t holds the id -1, which is outside the vocab", {"d2t": D2T - [2, 0, 0]}),
         ("d2t gives the id 4 more than once", {"d2t": D2T - [0, 0, 1]}),
@@ -145,7 +145,7 @@ def test_either_tensor_is_enough(load, tensors):
         ("holds no ids", {"t2d": np.zeros(8, bool)}),
         ("d2t gives 3 ids and t2d marks 5, not the same", {"d2t": D2T, "t2d": ~T2D}),
         ("d2t gives 3 ids and t2d marks 3, not the same", {"d2t": D2T, "t2d": np.roll(T2D, 1)}),
-        ("holds neither d2t nor t2d: make", {"lm_head.weight": np.zeros(3)}),
+        ("holds neither d2t nor t2d; make", {"lm_head.weight": np.zeros(3)}),
         ("d2t is F64 of shape .3.: it must be I64 with one axis", {"d2t": D2T.astype(float)}),
         ("t2d is I64 of shape .8.: it must be BOOL", {"t2d": T2D.astype(int)}),
         ("d2t is I64 of shape .1, 3.: it must", {"d2t": D2T[None]}),
@@ -178,8 +178,8 @@ def test_refused_paths(tmp_path, target):
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"half a file")
     for path, line in [
-        (tmp_path / "none", "no draft vocabulary .*none: check the path"),
-        (tmp_path, "holds no draft_vocabulary.safetensors: name the file itself"),
+        (tmp_path / "none", "no draft vocabulary .*none; check the path"),
+        (tmp_path, "holds no draft_vocabulary.safetensors; name the file itself"),
         (broken, "broken.safetensors cannot be read as safetensors .*: make it with"),
     ]:
         with pytest.raises(InputError, match=line) as found:
@@ -217,9 +217,9 @@ def test_ids_to_keep_take_the_place_of_the_rarest():
 @pytest.mark.parametrize(
     "size, always, line",
     [
-        (0, (), "vocabulary of 0: 1 must be in it: ask for a size from 1 to 8"),
-        (9, (), "vocabulary of 9: the target has 8 tokens: ask for a size from 1 to 8"),
-        (1, (4, 5), "vocabulary of 1: 2 must be in it: ask for a size from 2 to 8"),
+        (0, (), "vocabulary of 0: 1 must be in it; ask for a size from 1 to 8"),
+        (9, (), "vocabulary of 9: the target has 8 tokens; ask for a size from 1 to 8"),
+        (1, (4, 5), "vocabulary of 1: 2 must be in it; ask for a size from 2 to 8"),
         (3, (8,), "the list of ids to keep holds the id 8, which is outside the vocabulary of 8"),
     ],
 )
@@ -324,7 +324,7 @@ def test_program_refuses_bad_input_in_one_line(tmp_path, capsys):
         (["--size", "0"], "--size: '0' is not a whole number"),
         (["--limit", "0"], "--limit: '0' is not a whole number"),
         # before the corpus is looked at, as counting may take long
-        (["--size", "2049", "--corpus", "none"], "2048 tokens: ask for a size from 1 to 2048"),
+        (["--size", "2049", "--corpus", "none"], "2048 tokens; ask for a size from 1 to 2048"),
         (["--sources", "nowhere"], "no records of nowhere"),
         (["--corpus", str(bad)], "none of 2 records has an answer; of 2: a record of unknown"),
         (["--corpus", str(tmp_path / "none.jsonl")], "none.jsonl"),

@@ -335,8 +335,8 @@ def test_files_hold_what_is_there(name, whole, tmp_path):
 @pytest.mark.parametrize(
     ("drop", "change", "says"),
     [
-        ("nothing", {"layer_mixing": "sum"}, "layer_mixing is 'sum': give one of attention, mean"),
-        ("nothing", {"has_self_attention": "no"}, "has_self_attention is 'no': give true or"),
+        ("nothing", {"layer_mixing": "sum"}, "layer_mixing is 'sum'; give one of attention, mean"),
+        ("nothing", {"has_self_attention": "no"}, "has_self_attention is 'no'; give true or"),
         ("nothing", {"layer_mixing": "mean"}, "disable_LSA is false and layer_mixing is"),
         (
             "nothing",
@@ -356,7 +356,7 @@ def test_files_hold_what_is_there(name, whole, tmp_path):
                 "disable_LSA": True,
                 "layer_self_attention_intermediate_size": None,
             },
-            "layer_self_attention_intermediate_size is None: choose a whole number",
+            "layer_self_attention_intermediate_size is None; choose a whole number",
         ),
     ],
 )

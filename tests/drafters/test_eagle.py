@@ -410,12 +410,12 @@ def test_layers_are_written_for_every_reader(calm_target, tmp_path, layout):
 @pytest.mark.parametrize(
     "wrong, says",
     [
-        (["a", 1, 2], "layer_ids is ['a', 1, 2]: give three layers"),
-        ([True, 1, 2], "layer_ids is [True, 1, 2]: give three layers"),
-        ("123", "layer_ids is '123': give three layers"),
-        ({"1": 2}, "layer_ids is {'1': 2}: give three layers"),
-        ([1, 2], "tapped_layers [1, 2] of a target of 5 layers: give three"),
-        ([1, 2, 5], "tapped_layers [1, 2, 5] of a target of 5 layers: give three"),
+        (["a", 1, 2], "layer_ids is ['a', 1, 2]; give three layers"),
+        ([True, 1, 2], "layer_ids is [True, 1, 2]; give three layers"),
+        ("123", "layer_ids is '123'; give three layers"),
+        ({"1": 2}, "layer_ids is {'1': 2}; give three layers"),
+        ([1, 2], "tapped_layers [1, 2] of a target of 5 layers; give three"),
+        ([1, 2, 5], "tapped_layers [1, 2, 5] of a target of 5 layers; give three"),
     ],
 )
 def test_layers_that_are_none_are_refused(calm_target, official, tmp_path, wrong, says):
@@ -467,10 +467,10 @@ def _cut(path):
 @pytest.mark.parametrize(
     "write, says",
     [
-        (Path.touch, "is empty: fetch it again"),
+        (Path.touch, "is empty; fetch it again"),
         (lambda path: path.write_text("<html>"), "is not a pickle of tensors alone"),
         (lambda path: torch.save({"a": Evil(path.with_name("ran"))}, path), "is not a pickle of"),
-        (_cut, "is cut short or damaged: fetch it again"),
+        (_cut, "is cut short or damaged; fetch it again"),
         (lambda path: torch.save([torch.ones(1)], path), "something else than tensors by name"),
         (lambda path: torch.save({"epoch": 3}, path), "something else than tensors by name"),
         (lambda path: torch.save({}, path), "something else than tensors by name"),

@@ -122,15 +122,15 @@ def test_the_example_of_the_docstring():
 
 @pytest.mark.parametrize("shape", [TREE, DraftShape.static([[0], [1]])], ids=["dynamic", "static"])
 def test_trees_are_refused_by_name(calm_target, shape):
-    with pytest.raises(InputError, match="prompt lookup drafts chains, no trees: use --mode chain"):
+    with pytest.raises(InputError, match="prompt lookup drafts chains, no trees; use --mode chain"):
         proposed([[5, 5]], shape)
-    with pytest.raises(InputError, match="kind lookup drafts chains, no trees: use --mode chain"):
+    with pytest.raises(InputError, match="kind lookup drafts chains, no trees; use --mode chain"):
         Session(calm_target, load_drafter("lookup", calm_target), shape)
 
 
 def test_programs_refuse_trees_and_measure_none_by_default(calm_target):
     line = refusal(generate.main, ["--draft", "lookup", "--mode", "tree", "--prompt-ids", "5"])
-    assert line == "a drafter of kind lookup drafts chains, no trees: use --mode chain"
+    assert line == "a drafter of kind lookup drafts chains, no trees; use --mode chain"
     modes = lambda *flags: [
         mode.name for mode in bench.modes_of(bench.parser_of(None).parse_args(flags), drafter)
     ]
@@ -184,7 +184,7 @@ def test_no_training_files_or_vocabulary(calm_target):
         with pytest.raises(InputError, match="prompt lookup needs no training"):
             train()
     said = refusal(lookup.write_config, LookupConfig(), calm_target.config)
-    assert said == "prompt lookup has no files: name it as it is, `lookup`"
+    assert said == "prompt lookup has no files; name it as it is, `lookup`"
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def proposing(tokens):
         ({"transformer_layer_config": 3}, "config.json holds a value of the wrong type"),
         ({"speculators_config": None}, "config.json holds a value of the wrong type"),
         (proposing("4"), "config.json holds a value of the wrong type"),
-        (proposing(-1), "depth is 0: choose a whole number of at least 1"),
+        (proposing(-1), "depth is 0; choose a whole number of at least 1"),
     ],
 )
 def test_contradictions_in_the_authors_config_are_refused(pair, change, says):
@@ -320,7 +320,7 @@ def test_an_assumed_n_is_not_written_down(pair, tmp_path, layout, capsys):
 def test_what_describes_a_drafter_needs_one(pair, tmp_path, flag, value):
     shown = flag.replace("_", "-")
     said = refusal(convert, target=pair / "target", output=tmp_path / "new", **{shown: value})
-    assert said == f"--{shown} describes a drafter: name it with --draft"
+    assert said == f"--{shown} describes a drafter; name it with --draft"
 
 
 # ---- the real pair ------------------------------------------------------------------------

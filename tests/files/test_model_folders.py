@@ -33,7 +33,7 @@ def test_a_folder_that_is_not_there(tmp_path, monkeypatch):
     assert said.startswith("someone/some-model is neither a folder nor reachable as a hub id")
     assert "is not a folder" in refusal(load_target, tmp_path / "none")
     (tmp_path / "file").write_text("")
-    assert "is a file: give the folder" in refusal(load_target, tmp_path / "file")
+    assert "is a file; give the folder" in refusal(load_target, tmp_path / "file")
 
 
 def test_whatever_the_hub_raises_is_one_line(monkeypatch):

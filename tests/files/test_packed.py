@@ -127,11 +127,11 @@ def test_what_a_thread_finds_reaches_the_caller(turned_on_host, tmp_path, monkey
 
     def broken(*_, **__):
         names.append(threading.current_thread().name)
-        raise InputError("the disk is on fire: leave")
+        raise InputError("the disk is on fire; leave")
 
     monkeypatch.setattr(packed.np, "copyto", broken)
     reader = folders.open_tensors(tmp_path)
-    assert refusal(placement.read_params, reader, TABLE, "float32") == "the disk is on fire: leave"
+    assert refusal(placement.read_params, reader, TABLE, "float32") == "the disk is on fire; leave"
     assert names and all(name.startswith("read") for name in names)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read")]
 
@@ -142,7 +142,7 @@ def test_a_file_that_ends_while_it_is_read(tmp_path):
     reader, path = folders.open_tensors(tmp_path), tmp_path / "model.safetensors"
     os.truncate(path, path.stat().st_size // 2)
     said = refusal(placement.read_params, reader, TABLE, "float32")
-    assert said.startswith(f"{path} ends within ") and said.endswith(": fetch it again")
+    assert said.startswith(f"{path} ends within ") and said.endswith("; fetch it again")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read")]
 
 

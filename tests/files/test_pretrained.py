@@ -144,9 +144,9 @@ def test_a_dead_channel_is_quantised(pair):
 
 def test_formats_are_refused_where_there_are_none(pair, monkeypatch):
     assert refusal(load_target, pair / "target", weights="int4") == (
-        "weights 'int4': choose int8 or fp8, or none"
+        "weights 'int4'; choose int8 or fp8, or none"
     )
-    assert "this device is cpu: choose int8" in refusal(load_target, pair / "x", weights="fp8")
+    assert "this device is cpu; choose int8" in refusal(load_target, pair / "x", weights="fp8")
     target = describe_target(pair / "target")
     assert "fp8 weights need" in refusal(load_drafter, pair / "draft", target, weights="fp8")
     assert "no room for the scales" in refusal(
@@ -236,7 +236,7 @@ def test_harmless_extra_tensors_are_passed_over(saved, tmp_path):
 
 def test_a_kind_without_files_is_not_looked_for_in_a_folder(pair):
     target = describe_target(pair / "target")
-    assert "'lookup' has no files: name it" in refusal(
+    assert "'lookup' has no files; name it" in refusal(
         load_drafter, pair / "draft", target, method="lookup"
     )
 

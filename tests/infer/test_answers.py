@@ -101,7 +101,7 @@ def test_a_crash_costs_one_question_at_most(folder):
 def test_a_folder_of_another_run_is_refused(folder):
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     line = refusal(opened, folder, SETTINGS | {"dtype": "bfloat16"})
-    assert f"{folder} holds the answers of another run, with other dtype: choose" in line
+    assert f"{folder} holds the answers of another run, with other dtype; choose" in line
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     (folder / "settings.json").write_text("[]")
     assert "settings.json is no settings file of a run" in refusal(opened, folder)

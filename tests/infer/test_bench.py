@@ -438,7 +438,7 @@ def test_answers_of_conversations_are_marked():
         ("--compare transformers --weights int8", "leave out --weights"),
         ("--weights-cost c.jsonl", "add --weights"),
         ("--weights-cost c --weights int8 --random-weights configs/tiny.py", "--random-weights"),
-        ("--random-weights configs/tiny.py --weights fp8", "this device is cpu: choose int8"),
+        ("--random-weights configs/tiny.py --weights fp8", "this device is cpu; choose int8"),
         ("--weights int8 --weights-cost /nowhere.jsonl", "/nowhere.jsonl"),
         ("--compare transformers", "torch is missing"),
         ("--draft d", "name both"),

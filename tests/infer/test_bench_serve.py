@@ -48,7 +48,7 @@ def args_of(line: str):
         ("--rates 0c", "'0c' is no rate"),
         ("--rates ,", "no rate"),
         ("--requests 3 --seconds 2", "not allowed with"),
-        ("--modes plain,quick", "--modes plain,quick: choose from"),
+        ("--modes plain,quick", "--modes plain,quick; choose from"),
         ("--modes chain,auto", "--modes lacks plain"),
         ("--modes plain --draft a=X", "--draft with --modes plain"),
         ("--chain-depth 3", "unrecognized arguments: --chain-depth"),

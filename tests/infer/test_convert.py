@@ -189,9 +189,9 @@ def test_older_spellings_are_read():
             "sliding-window",
         ),
         ({"num_key_value_heads": 4}, "do not share 4"),
-        ({"num_key_value_heads": -1}, "num_kv_heads is -1: choose a whole number of at least 1"),
-        ({"vocab_size": "50"}, "vocab_size is '50': choose a whole number"),
-        ({"num_hidden_layers": 2.5}, "num_layers is 2.5: choose a whole number"),
+        ({"num_key_value_heads": -1}, "num_kv_heads is -1; choose a whole number of at least 1"),
+        ({"vocab_size": "50"}, "vocab_size is '50'; choose a whole number"),
+        ({"num_hidden_layers": 2.5}, "num_layers is 2.5; choose a whole number"),
     ],
 )
 def test_what_we_cannot_run_is_refused(change, says):

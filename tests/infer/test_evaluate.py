@@ -175,9 +175,9 @@ def test_a_run_that_was_cut_goes_on(resumed, finished):
 
 
 def test_answers_of_another_run_are_refused(resumed):
-    with pytest.raises(InputError, match="another run, with other answers: choose another --out"):
+    with pytest.raises(InputError, match="another run, with other answers; choose another --out"):
         resumed("--max-new-tokens", "25")
-    with pytest.raises(InputError, match="another run, with other models: choose another --outp"):
+    with pytest.raises(InputError, match="another run, with other models; choose another --outp"):
         resumed("--sampled-drafts")
 
 
@@ -205,7 +205,7 @@ def test_a_changed_answer_is_noticed(folder, tmp_path, monkeypatch, capsys):
 def test_refused_flags(folder, tmp_path):
     again = lambda *more: refusal(evaluate.main, flags(folder, tmp_path / "run", *more))
     assert "two drafters are named a-chain" in again("--draft", f"a={folder}/draft")
-    assert "--draft a/b=c: write NAME=DIR" in again("--draft", "a/b=c")
+    assert "--draft a/b=c; write NAME=DIR" in again("--draft", "a/b=c")
     assert "a=b,k=2: k is no option, known are method, n" in again("--draft", "a=b,k=2")
     assert "n=x is no number of layers" in again("--draft", "a=b,n=x")
     assert "choose from chain, tree" in again("--modes", "chain,forest")
@@ -213,7 +213,7 @@ def test_refused_flags(folder, tmp_path):
     assert "leave out --mode" in again("--modes", "chain", "--mode", "tree")
     (tmp_path / "long.jsonl").write_text(json.dumps(QUESTIONS[2]) + "\n")
     line = again("--suite", str(tmp_path / "long.jsonl"))
-    assert "no question is left (too long for the target): use" in line
+    assert "no question is left (too long for the target); use" in line
     assert "--sources chooses among --conversations" in again("--sources", "star")
 
 

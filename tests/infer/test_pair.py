@@ -76,7 +76,7 @@ def test_values_of_the_wrong_type_are_refused(config, says):
 )
 def test_nothing_is_said_twice(config, flag):
     said = refusal(pair.load_pair, parse(*speculative(**config), flag, "5"))
-    assert said == f"--speculative-config states {next(iter(config))}: leave out {flag}"
+    assert said == f"--speculative-config states {next(iter(config))}; leave out {flag}"
 
 
 def test_a_target_alone_gets_prompt_lookup_unless_drafting_is_split(monkeypatch, capsys):
@@ -88,10 +88,10 @@ def test_a_target_alone_gets_prompt_lookup_unless_drafting_is_split(monkeypatch,
     assert loading(monkeypatch).draft is None  # the bundled pair
     assert capsys.readouterr().err == ""
     said = refusal(pair.load_pair, parse("--target", "x", "--method", "moa"))
-    assert said == "--method moa describes a drafter: name it with --draft"
+    assert said == "--method moa describes a drafter; name it with --draft"
     for kind in ("split", "for_client"):
         said = refusal(pair.load_pair, parse("--target", "x"), **{kind: True})
-        assert said == "--target without --draft: name its drafter"
+        assert said == "--target without --draft; name its drafter"
 
 
 @pytest.mark.parametrize("flag", ["--depth", "--num-speculative-tokens"])

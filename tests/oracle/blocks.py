@@ -71,7 +71,7 @@ def rope_frequency(theta: float, head_dim: int, scaling: Mapping | None = None) 
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return keep * frequency + (1 - keep) * frequency / scaling["factor"]
-    raise ValueError(f"the oracle knows no rope_type {kind!r}: use default, linear or llama3")
+    raise ValueError(f"the oracle knows no rope_type {kind!r}; use default, linear or llama3")
 
 
 def rotate(x_BHTE: Tensor, position_BT: Tensor, frequency: Tensor) -> Tensor:

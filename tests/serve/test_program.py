@@ -30,9 +30,9 @@ def files(tmp_path) -> dict[str, str]:
 
 
 REFUSED = {  # flags, and what the one line says
-    "--host 0.0.0.0": "lets other machines in: give --api-key-file, or --open",
+    "--host 0.0.0.0": "lets other machines in; give --api-key-file, or --open",
     "--api-key-file {absent}": "no such file",
-    "--api-key-file {empty}": "it holds no keys: write one a line",
+    "--api-key-file {empty}": "it holds no keys; write one a line",
     "--api-key-file {words}": "each one word of printable ASCII",
     "--tls-cert {keys}": "no certificate with its key",
     "--tls-key {keys}": "--tls-key without --tls-cert",
@@ -40,12 +40,12 @@ REFUSED = {  # flags, and what the one line says
     "--slots 0": "at least 1",
     "--prefix-bytes -1": "not a whole number of at least 0",
     "--request-seconds 0": "not a number above 0",
-    "--ready-file {absent}/x.json": "no file can be written there: choose another path",
+    "--ready-file {absent}/x.json": "no file can be written there; choose another path",
     "--port 0 --target {absent} --draft {absent}": "absent is not a folder",
-    "--port 0 --target {absent} --method eagle": "--method eagle describes a drafter: name it",
+    "--port 0 --target {absent} --method eagle": "--method eagle describes a drafter; name it",
     "--port 0 --mode tree --sampled-drafts": "luck",
     "--port 0 --mode plain --max-prompt 5000": "--max-prompt 5000: prompts of at most 1023 tokens",
-    "--port 0 --mode plain --max-tokens 1": "max_tokens is 1: choose from 2 to 1024",
+    "--port 0 --mode plain --max-tokens 1": "max_tokens is 1; choose from 2 to 1024",
 }
 
 

@@ -287,7 +287,7 @@ def test_a_wrong_field_of_one_of_the_two_is_named(read, param, fields):
     "read, fields, said",
     [
         (chat, {"messages": []}, "messages is []: expected `array` of length >= 1"),
-        (completion, {"stop_token_ids": [5, "x"]}, 'stop_token_ids holds "x": give token ids'),
+        (completion, {"stop_token_ids": [5, "x"]}, 'stop_token_ids holds "x"; give token ids'),
         (completion, {"prompt": 5}, "prompt is 5: expected `str | array | null`, got `int`"),
     ],
 )
@@ -306,7 +306,7 @@ def test_a_model_without_a_template_cannot_chat():
         assert found.value.code == "no_chat_template"
     bare = Model("base", None, VOCAB, (EOS,), 64, 50, 5)
     assert completion_of({"prompt": [7]}, bare).prompts[0].ids == (7,)
-    with pytest.raises(APIError, match="no tokenizer: give token ids"):
+    with pytest.raises(APIError, match="no tokenizer; give token ids"):
         completion_of({"prompt": "Hello."}, bare)
 
 

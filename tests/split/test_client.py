@@ -138,11 +138,11 @@ AT_ONCE = {  # flags, and what the one line says; nothing is loaded for most of 
     "--offline --lengths ,": "from 1 to 64",
     "--offline --depth 3": "add --mode tree",
     "--offline --mode tree --depth 1": "drafts nothing",
-    "--offline --mode tree --lengths 3": "--lengths are those of chains: leave it out",
-    "--offline --mode plain --lengths 3": "--lengths are those of chains: leave it out",
+    "--offline --mode tree --lengths 3": "--lengths are those of chains; leave it out",
+    "--offline --mode plain --lengths 3": "--lengths are those of chains; leave it out",
     "--connect ws://127.0.0.1:1/ --mode stream --no-ahead": "--mode stream drafts nothing",
     "--offline --temperature -1": "temperature",
-    "--offline --target {absent}": "--target without --draft: name its drafter",
+    "--offline --target {absent}": "--target without --draft; name its drafter",
     "--offline --target {absent} --draft {absent}": "absent is not a folder",
     "--offline --max-new-tokens 0": "at least 1",
     "--offline --policy both": "invalid choice",
@@ -259,7 +259,7 @@ def test_split_client_of_a_server_with_no_room_is_not_told_to_start_one(ask, ser
         said = refused(ask(*IDS))
     finally:
         server.server.limits = dataclasses.replace(server.server.limits, max_clients=64)
-    assert "try again later: give --offline" in said and "start infer.server" not in said
+    assert "try again later; give --offline" in said and "start infer.server" not in said
 
 
 RESULT = {

@@ -312,7 +312,7 @@ def test_disconnect_token_that_is_refused_later_is_said_once():
         found.check("keep")
         assert found.kept[-1] and found.done == "length"
         notices = [event.notice for event in found.events if "token" in event.notice]
-        assert notices == ["the server does not know this token: see --token-file"]
+        assert notices == ["the server rejects this token; see --token-file"]
 
 
 def test_disconnect_clients_do_not_touch_each_other(server):

@@ -74,7 +74,7 @@ def random_messages(seed: int) -> list[Any]:
         Opened(name),
         Committed(seq, 3, 5, tokens(6, 0), "" if more else "stop", more, rng.bytes(9)),
         Resumed(seq),
-        Fault("busy", f"all slots are taken: try again later, {SECRET}", more),
+        Fault("busy", f"all slots are taken; retry later, {SECRET}", more),
     ]
 
 

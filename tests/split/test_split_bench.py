@@ -32,7 +32,7 @@ from tests.split.split_server import PAIRING, ToySlots, plain, running
 PROMPTS = [[1, 2, 3], list(range(20)), [7] * 9, [5, 6]]
 NEW = 24
 REFUSED = {  # flags, and what the one line says
-    "--modes chain,rail": "--modes chain,rail: choose from stream, plain, chain, tree, offline",
+    "--modes chain,rail": "--modes chain,rail; choose from stream, plain, chain, tree, offline",
     "--profiles 6g": "choose from loopback, wired, 5g, 4g, far",
     "--tree 1,2,3": "--tree takes depth (2 or more)",
     "--client-slowdown 0.5": "choose 1 or more",

@@ -303,11 +303,11 @@ def test_what_the_program_says_and_refuses(moa, capsys):
     said = refusal(cut, moa / "whole", moa / "new")
     assert "exists already" in said
     said = refusal(cut, moa / "whole", moa / "whole", "--overwrite")
-    assert said.endswith("is not a folder with target/parts.json: choose another output")
+    assert said.endswith("is not a folder with target/parts.json; choose another output")
     for flag, value in (("--to", "ours"), ("--dtype", "float32")):
         said = refusal(cut, moa / "whole", moa / "other", flag, value)
-        assert said == f"--for-client leaves tensors as they are: leave out {flag}"
+        assert said == f"--for-client leaves tensors as they are; leave out {flag}"
     flags = ["--target", str(moa / "whole" / "target"), "--output", str(moa / "other")]
     said = refusal(convert, ["--for-client", *flags])
-    assert said == "--for-client describes a drafter: name it with --draft"
+    assert said == "--for-client describes a drafter; name it with --draft"
     assert not (moa / "other").exists()

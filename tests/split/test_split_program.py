@@ -50,7 +50,7 @@ def files(tmp_path) -> dict[str, str]:
 
 
 REFUSED = {  # flags, and what the one line says
-    "--host 0.0.0.0": "lets other machines in: give --token-file, or --open",
+    "--host 0.0.0.0": "lets other machines in; give --token-file, or --open",
     "--host :: --max-queue 3": "lets other machines in",
     "--token-file {absent}": "no such file",
     "--token-file {empty}": "one word of printable ASCII",
@@ -63,10 +63,10 @@ REFUSED = {  # flags, and what the one line says
     "--chunk 1": "choose 2 at least",
     '--speculative-config {{"num_speculative_tokens":3}}': "give --lengths to infer.client",
     "--chunk 5000": "--chunk 5000: clients take at most 4096 at once",
-    "--max-nodes 64": "--max-nodes 64: choose from 1 to 63",
+    "--max-nodes 64": "--max-nodes 64; choose from 1 to 63",
     "--warm 100": "--warm 100: drafts have at most 64 nodes, the root included",
     "--warm 1,9 --max-nodes 7": "--warm 9: drafts have at most 8 nodes",
-    "--ready-file {absent}/x.json": "no file can be written there: choose another path",
+    "--ready-file {absent}/x.json": "no file can be written there; choose another path",
     "--idle-seconds 0": "not a number above 0",
     "--host nowhere.invalid --open": "give an address of this machine",
     "--port 0 --target {absent} --draft {absent}": "absent is not a folder",
@@ -90,7 +90,7 @@ def test_split_program_refuses_a_port_in_use(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = refusal(["--port", str(port)], capsys)
-    assert f"port {port} of 127.0.0.1 is in use: choose another --port" in said
+    assert f"port {port} of 127.0.0.1 is in use; choose another --port" in said
 
 
 def test_loopback_hosts_are_known():

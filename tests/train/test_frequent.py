@@ -128,12 +128,12 @@ def test_the_program_adds_it_to_a_drafter(small_target, tmp_path, drafter, capsy
     target = describe_target(small_target)
     assert load_drafter(drafter, target, dtype=jnp.float32).method == "moa"
     said = refusal(counted, "--target", small_target, "--draft", drafter)
-    assert f"{drafter / FILE} exists already: remove it or use --output" in said
+    assert f"{drafter / FILE} exists already; remove it or use --output" in said
 
 
 def test_the_program_adds_it_to_no_other_folder(small_target, tmp_path, drafter):
     where = ["--target", small_target, "--draft"]
-    assert "none is no folder: name that of a drafter" in refusal(
+    assert "none is no folder; name that of a drafter" in refusal(
         counted, *where, tmp_path / "none"
     )
     said = refusal(counted, *where, small_target)  # a whole model is a drafter with its own head

@@ -274,7 +274,7 @@ def test_a_config_that_cannot_be_compared(tmp_path):
         toy_grid(tmp_path, seeds=())
     for name, low in (("prompts", 1), ("max_new_tokens", 2)):
         said = refusal(toy_grid, tmp_path, **{name: low - 1})
-        assert said == f"{name} is {low - 1}: choose a whole number of at least {low}"
+        assert said == f"{name} is {low - 1}; choose a whole number of at least {low}"
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ def test_both_end_alike(first, second, code, lines):
 
 FOR_A_WORD = "processes.kv_get('never')"
 SOON = "processes.HEARTBEAT_TIMEOUT_S = 3; "
-LOST = "toy: process {}: no sign of life for 3 s: see whether it still runs"
+LOST = "toy: process {}: no sign of life for 3 s; see whether it still runs"
 
 
 @pytest.mark.slow
@@ -305,15 +305,15 @@ assert not xla_bridge.backends_are_initialized()
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--coordinator localhost --processes 2 --process 0", "localhost: write HOST:PORT, as in"),
-        ("--coordinator :8476 --processes 1 --process 0", ":8476: write HOST:PORT"),
-        ("--coordinator host:0 --processes 1 --process 0", "host:0: write HOST:PORT"),
-        ("--coordinator host:99999 --processes 1 --process 0", "host:99999: write HOST:PORT"),
-        ("--coordinator host:1 --processes 2 --process 2", "--process 2: choose from 0 to 1"),
-        ("--coordinator host:1", "go together: give all three"),
+        ("--coordinator localhost --processes 2 --process 0", "localhost; write HOST:PORT, as in"),
+        ("--coordinator :8476 --processes 1 --process 0", ":8476; write HOST:PORT"),
+        ("--coordinator host:0 --processes 1 --process 0", "host:0; write HOST:PORT"),
+        ("--coordinator host:99999 --processes 1 --process 0", "host:99999; write HOST:PORT"),
+        ("--coordinator host:1 --processes 2 --process 2", "--process 2; choose from 0 to 1"),
+        ("--coordinator host:1", "go together; give all three"),
         (
             "--distributed",
-            "--distributed: no launcher says where the other processes are: run under",
+            "--distributed: no launcher says where the other processes are; run under",
         ),
     ],
 )
@@ -343,7 +343,7 @@ def test_a_launcher_says_where_all_meet(monkeypatch):
     "theirs, line",
     [
         ({"rate": 0.1, "rows": 7}, None),
-        ({"rate": 0.2, "rows": 7}, "rate is 0.2 here and 0.1 for process 0: start all"),
+        ({"rate": 0.2, "rows": 7}, "rate is 0.2 here and 0.1 for process 0; start all"),
         ({"rate": 0.1}, "rows is absent here and 7 for process 0"),
         ({"rate": 0.1, "rows": 7, "more": 1}, "more is 1 here and absent for process 0"),
     ],

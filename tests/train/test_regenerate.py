@@ -275,7 +275,7 @@ def test_ignored_stops_leave_no_answer_out(ask, scripted, tmp_path, capsys):
     )
     flags = ("--max-prompt", "50", "--batch", "5")
     ask(tmp_path / "text.jsonl", *flags, prompts=prompts)
-    assert "end early: an answer is cut at 64 tokens: raise --max-new" in capsys.readouterr().err
+    assert "end early: an answer is cut at 64 tokens; raise --max-new" in capsys.readouterr().err
     ask(tmp_path / "ids.jsonl", *flags, "--ignore-stop", prompts=prompts)
     (left_out,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
     assert left_out.startswith("1 of 32 ") and "a prompt of more than 50 tokens" in left_out
@@ -299,7 +299,7 @@ def test_a_cut_run_goes_on(ask, scripted, tmp_path, monkeypatch, kind):
             ask(output, "--limit", "15", "--batch", batch, *kind)
         with (tmp_path / "cut.jsonl.partial").open("a") as file:
             file.write('{"half a li')
-    with pytest.raises(InputError, match=r"holds \d+ already: raise --limit"):
+    with pytest.raises(InputError, match=r"holds \d+ already; raise --limit"):
         ask(output, "--limit", "2", *kind)
     for others in ((*kind, "--max-prompt", "99"), () if kind else ("--ignore-stop",)):
         with pytest.raises(InputError, match=r"other flags \((max_prompt 256|ignore_stop)"):
@@ -354,7 +354,7 @@ def test_a_file_of_an_older_version_is_refused(ask, scripted, tmp_path, monkeypa
     assert header.pop("version")
     old = json.dumps(header) + '\n{"number": 0, "line": "{}"}\n'
     partial.write_text(old)
-    with pytest.raises(InputError, match="another version of this program: finish it with that"):
+    with pytest.raises(InputError, match="another version of this program; finish it with that"):
         ask(tmp_path / "a.jsonl")
     assert partial.read_text() == old  # that version can still finish it
 

@@ -378,7 +378,7 @@ def test_keys(ask, fake, tmp_path):
     fake.key = "sk-1"
     (tmp_path / "key").write_text("sk-1\n")
     (tmp_path / "wrong").write_text("sk-2\n")
-    with pytest.raises(InputError, match="it wants a key: give one with --api-key-file"):
+    with pytest.raises(InputError, match="it wants a key; give one with --api-key-file"):
         ask(tmp_path / "a.jsonl", *LIMITED)
     with pytest.raises(InputError, match="it refuses the key: .*no such key") as raised:
         ask(tmp_path / "a.jsonl", *LIMITED, "--api-key-file", str(tmp_path / "wrong"))
@@ -391,7 +391,7 @@ def test_models(ask, fake, tmp_path):
     with pytest.raises(InputError, match="has no model other but scripted: .* --model"):
         ask(tmp_path / "a.jsonl", "--model", "other")
     fake.models = [{"id": "one"}, {"id": "scripted"}]
-    with pytest.raises(InputError, match="has not one model but one, scripted: name .* --model"):
+    with pytest.raises(InputError, match="has not one model but one, scripted; name .* --model"):
         ask(tmp_path / "a.jsonl")
 
     def change(handler):
@@ -434,7 +434,7 @@ def test_a_server_of_another_size_or_tokenizer_is_refused(ask, fake, tmp_path, f
     fake.answer = lambda prompt: ([5, 6], "ab", "length")
     fake.completion = lambda body: (200, {"choices": [choice], "usage": usage})
     usage, choice = {}, {"text": "ab", "finish_reason": "length", "token_ids": [5, 6]}
-    with pytest.raises(InputError, match="ends answers after 2 tokens: lower --max-new-tokens 64"):
+    with pytest.raises(InputError, match="ends answers after 2 tokens; lower --max-new-tokens 64"):
         ask(tmp_path / "a.jsonl", *LIMITED)
     usage = {"prompt_tokens": 3}
     with pytest.raises(InputError, match="reads 3 tokens where the tokenizer of --target has"):
@@ -449,7 +449,7 @@ def test_an_output_belongs_to_one_run(tmp_path):
     output = tmp_path / "a.jsonl"
     with Partial(output, {"seed": 1}) as first:
         first.add(answer := TargetAnswer(7, [5, 4], "It is", stopped=True))
-        with pytest.raises(InputError, match="a.jsonl.partial: another run writes it: wait for"):
+        with pytest.raises(InputError, match="a.jsonl.partial: another run writes it; wait for"):
             Partial(output, {"seed": 1})
     with Partial(output, {"seed": 1}) as second:
         assert second.answers_of(7) == [answer]
@@ -472,10 +472,10 @@ def test_halves_of_surrogate_pairs_are_replaced_and_counted(ask, fake, tmp_path,
         ("ftp://host", "is no URL of a server"),
         ("http://", "is no URL of a server"),
         ("http://host:eight", "is no URL"),
-        ("http://me:secret@host", "^host: give the URL alone"),
-        ("http://host/v1?key=1", "^host: give the URL alone"),
+        ("http://me:secret@host", "^host; give the URL alone"),
+        ("http://host/v1?key=1", "^host; give the URL alone"),
         ("http://ho st:9", "^a URL with blanks or"),
-        ("http://host:9/\u00fc", "outside ASCII: write"),
+        ("http://host:9/\u00fc", "outside ASCII; write"),
     ],
 )
 def test_what_is_no_url(url, wrong):

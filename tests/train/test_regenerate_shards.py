@@ -88,7 +88,7 @@ def test_each_shard_goes_on_where_it_was_cut(ask, scripted, tmp_path, monkeypatc
 def test_what_is_no_shard(ask, tmp_path, text, capsys):
     with pytest.raises(SystemExit) as stopped:
         ask(tmp_path / "a.jsonl", f"--shard={text}")
-    assert stopped.value.code == 2 and "is no shard: write 0/8" in capsys.readouterr().err
+    assert stopped.value.code == 2 and "is no shard; write 0/8" in capsys.readouterr().err
 
 
 def test_a_shard_without_records(ask, scripted, tmp_path):

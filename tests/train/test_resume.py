@@ -376,7 +376,7 @@ def test_a_log_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr("moa_jax.training.metrics._line", full)
     line = refusal(loop.fit, toy_job(toy_config(tmp_path)), None)
-    assert "metrics.jsonl: No space left on device: make room" in line
+    assert "metrics.jsonl: No space left on device; make room" in line
 
 
 # ---- whose directory ----------------------------------------------------------------------
@@ -404,7 +404,7 @@ def test_a_run_with_other_settings_is_refused_by_their_names(whole, copy):
 def test_a_run_on_other_rows_is_refused(whole, copy):
     config = toy_config(copy)
     line = refusal(loop.fit, toy_job(config, data={"first rows": "others"}), None)
-    assert "trained on other data: first rows: toy's -> others: restore the files" in line
+    assert "trained on other data: first rows: toy's -> others; restore the files" in line
     assert_same_run(copy, whole)
 
 

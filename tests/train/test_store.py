@@ -107,11 +107,11 @@ def test_stores_that_cannot_be_reached_are_refused(tmp_path, monkeypatch):
     config = toy_config(tmp_path)
     at = lambda url: dataclasses.replace(config, run=dataclasses.replace(config.run, directory=url))
     said = refusal(expanded, at("s3://bucket/run"))
-    assert said.startswith("s3://bucket/run: s3:// is no store that is known: use gs://")
+    assert said.startswith("s3://bucket/run: s3:// is no store that is known; use gs://")
     for package in places.PACKAGES:
         monkeypatch.setattr(places, "_is_installed", lambda name, missing=package: name != missing)
         said = refusal(expanded, at(RUN))
-        assert said == f"{RUN} needs the package {package}: pip install 'moa-jax[gcs]'"
+        assert said == f"{RUN} needs the package {package}; pip install 'moa-jax[gcs]'"
     tensorboard = dataclasses.replace(at(RUN).run, tensorboard=True)
     monkeypatch.setattr(places, "_is_installed", lambda name: True)
     said = refusal(check, dataclasses.replace(config, run=tensorboard))

@@ -228,7 +228,7 @@ def test_sizes_are_told_and_refused_beforehand(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        (dict(target="other"), "of another target: name another folder"),
+        (dict(target="other"), "of another target; name another folder"),
         (dict(data="other"), "of other data"),
         (dict(data="other", rows=6), "of other data, rows 5, not 6"),
         (dict(row_length=4), "of row_length 3, not 4"),
@@ -253,7 +253,7 @@ def test_damaged_files_are_refused(tmp_path):
         cache = cache_in(tmp_path)
         cache.parts(["last"], np.array([0, 2]))
         said = refusal(cache.parts, ["last"], np.array([0, 1]))
-        assert "last is damaged (row 1 has changed): remove it" in said
+        assert "last is damaged (row 1 has changed); remove it" in said
     (tmp_path / "last").unlink()
     assert cache_in(tmp_path).missing() == ["last"]
     (tmp_path / "cache.json").write_text('{"target')

@@ -297,9 +297,9 @@ def test_evaluations_multiply_as_updates_do(small_target, tmp_path, monkeypatch)
 
 REFUSALS = {
     "no tensorboard": "run.tensorboard: tensorboardX is missing",
-    "in use": "is at work there: wait until it ends, or name another run.directory",
-    "other settings": "holds a run with other settings: optim.b2: 0.95 -> 0.5: restore them",
-    "output": "exists and is not a model folder: choose another output",
+    "in use": "is at work there; wait until it ends, or name another run.directory",
+    "other settings": "holds a run with other settings: optim.b2: 0.95 -> 0.5; restore them",
+    "output": "exists and is not a model folder; choose another output",
     "output of a run": "is, or holds, run.directory ",
     "no room": "run.decode_prompts: no validation prompt leaves 999 of the target's positions free",
 }

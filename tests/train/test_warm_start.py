@@ -101,7 +101,7 @@ def test_the_flag_names_a_checkpoint(small_target, distilled, tmp_path, monkeypa
     folder = warm_config(tmp_path, small_target, start)
     other = dataclasses.replace(folder, drafter=MoaConfig(1, 20, 1, 24, 1, 16))
     said = refusal(distill.distill, other)
-    assert "another drafter: drafter.self_attention_intermediate_size: 24 -> 20: name" in said
+    assert "another drafter: drafter.self_attention_intermediate_size: 24 -> 20; name" in said
     reused = dataclasses.replace(folder, drafter=MoaConfig(1, 24, 1, 24, 1, 16, 1))
     assert "drafter.target_layer_inference: 0 -> 1" in refusal(distill.distill, reused)
     missing = dataclasses.replace(folder, init_from=str(start.with_name("5")))

@@ -310,7 +310,7 @@ def test_curves_of_two_runs(tmp_path):
 def test_curves_that_cannot_be_drawn_are_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("infer.bench.drawing.importlib.util.find_spec", lambda name: None)
     line = refusal(plot.main, ["runs/tiny", "--output", "curves.png"])
-    assert line == "--output: matplotlib is missing: pip install 'moa-jax[plots]'"
+    assert line == "--output: matplotlib is missing; pip install 'moa-jax[plots]'"
     monkeypatch.setattr("infer.bench.drawing.importlib.util.find_spec", lambda name: name)
     assert "name a .png" in refusal(plot.main, ["runs/tiny", "--output", "curves.gif"])
     picture = str(tmp_path / "curves.png")

@@ -7,7 +7,7 @@ import re
 import pytest
 
 PROMPT = ("--prompt", "Hello", "--max-new-tokens", 4, "--mode", "plain")
-SIZES = r"need \S+ GiB of memory, and \w+ has \S+ GiB: lower .*"
+SIZES = r"need \S+ GiB of memory, and \w+ has \S+ GiB; lower .*"
 
 
 def test_a_backend_that_is_not_there_is_one_line(start):

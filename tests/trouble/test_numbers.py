@@ -78,7 +78,7 @@ def test_a_drafter_with_nan_is_refused(run, pair):
     name = "cross_attention.mlp.down_proj.weight"
     damage(pair / "draft", name, nan_at(2, 3))
     line = run("infer.generate", *models(pair), *PROMPT, "--mode", "chain").refusal()
-    assert line.endswith(f"{name} holds 1 NaN or infinite values: fetch the model again")
+    assert line.endswith(f"{name} holds 1 NaN or infinite values; fetch the model again")
 
 
 def test_eight_bits_do_not_hide_nan(run, tmp_path):

@@ -135,7 +135,7 @@ class Completions:
         if usage.prompt_tokens not in (None, len(question.prompt_ids)):
             raise InputError(
                 f"{self.place} reads {usage.prompt_tokens} tokens where the tokenizer of --target "
-                f"has {len(question.prompt_ids)}: give the folder of the model that is served"
+                f"has {len(question.prompt_ids)}; give the folder of the model that is served"
             )
         if choice.finish_reason not in ("stop", "length"):
             raise RetryableError(f"an answer that ended with {choice.finish_reason!r}")
@@ -165,7 +165,7 @@ class Completions:
         most = self.wanted.max_new_tokens
         if not stopped and count is not None and count < most:
             raise InputError(
-                f"{self.place} ends answers after {count} tokens: lower --max-new-tokens {most}, "
+                f"{self.place} ends answers after {count} tokens; lower --max-new-tokens {most}, "
                 "or have the server take longer texts"
             )
         if stopped and self.wanted.ignore_stop:

@@ -45,15 +45,15 @@ def address_of(url: str) -> str:
     """The URL of a server without a trailing /v1; raises InputError for an invalid URL."""
     url = url.strip()
     if not all("!" <= letter <= "~" for letter in url):
-        raise InputError("a URL with blanks or letters outside ASCII: write http://HOST:PORT")
+        raise InputError("a URL with blanks or letters outside ASCII; write http://HOST:PORT")
     try:
         parts = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise InputError(f"{url} is no URL ({error}): write http://HOST:PORT") from error
+        raise InputError(f"{url} is no URL ({error}); write http://HOST:PORT") from error
     if parts.scheme not in ("http", "https") or not parts.host:
-        raise InputError(f"{url} is no URL of a server: write http://HOST:PORT or https://HOST")
+        raise InputError(f"{url} is no URL of a server; write http://HOST:PORT or https://HOST")
     if parts.userinfo or parts.query or parts.fragment:
-        raise InputError(f"{parts.host}: give the URL alone, and a key with --api-key-file")
+        raise InputError(f"{parts.host}; give the URL alone, and a key with --api-key-file")
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc.decode()}{path}"
 
@@ -134,7 +134,7 @@ class EndpointClient:
             other = "refuses the key: give another" if self._has_key else "wants a key: give one"
             return InputError(f"{self.address}: it {other} with --api-key-file ({reply})")
         if location := headers.get("Location"):
-            return InputError(f"{self.address} has moved to {location}: give --endpoint that URL")
+            return InputError(f"{self.address} has moved to {location}; give --endpoint that URL")
         return RefusedByServer(f"{self.address} refuses a request: {reply}", status)
 
 

@@ -81,7 +81,7 @@ class Conversation:
         if past_end:
             self.end("")
         elif not answer.stopped:
-            self.end(f"an answer is cut at {most} tokens: raise --max-new-tokens for longer ones")
+            self.end(f"an answer is cut at {most} tokens; raise --max-new-tokens for longer ones")
 
     def end(self, fault: str) -> None:
         """Ends the conversation, so that no question follows; `fault` is the reason or empty."""
@@ -112,7 +112,7 @@ class Conversation:
                 prompt = chat.prompt_ids(self.rules.tokenizer, self._asked)
                 chat.check_ids(prompt, self.rules.vocab_size)  # a tokenizer may have more ids
                 if len(prompt) > longest:
-                    raise InputError(f"a prompt of more than {longest} tokens: raise --max-prompt")
+                    raise InputError(f"a prompt of more than {longest} tokens; raise --max-prompt")
                 return prompt
         return None
 

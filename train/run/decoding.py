@@ -38,7 +38,7 @@ def prompts_to_decode(
     if wanted and not prompts:
         raise InputError(
             f"run.decode_prompts: no validation prompt leaves {MAX_NEW_TOKENS} of the target's "
-            "positions free: set it to 0"
+            "positions free; set it to 0"
         )
     return prompts
 

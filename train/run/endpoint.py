@@ -198,7 +198,7 @@ def _card_of(cards: list[ModelCard], model: str | None, address: str) -> ModelCa
             return card
     shown = ", ".join(card.id for card in cards[:5]) or "no model"
     wrong = "has not one model" if model is None else f"has no model {model}"
-    raise InputError(f"{address} {wrong} but {shown}: name a model with --model")
+    raise InputError(f"{address} {wrong} but {shown}; name a model with --model")
 
 
 def _check_length(card: ModelCard, new: int, max_prompt: int, address: str) -> None:
@@ -207,5 +207,5 @@ def _check_length(card: ModelCard, new: int, max_prompt: int, address: str) -> N
     if most is not None and max_prompt + new > most:
         raise InputError(
             f"--max-prompt {max_prompt} and --max-new-tokens {new} need more than the {most} "
-            f"tokens that {address} holds: lower one of the two"
+            f"tokens that {address} holds; lower one of the two"
         )

@@ -77,7 +77,7 @@ def prompts_of(grid: GridConfig, target: Target) -> list[list[int]]:
         raise InputError(
             f"no prompt of the validation data leaves max_new_tokens {grid.max_new_tokens} of the "
             f"target's {target.config.max_position_embeddings} positions free, or the training "
-            "data has them all: lower it, or give other data"
+            "data has them all; lower it, or give other data"
         )
     return list(map(list, itertools.islice(left, grid.prompts)))
 

@@ -77,7 +77,7 @@ def chosen_runs(
     is_chosen = lambda run: all(getattr(run, f) in v for f, v in chosen.items() if v)
     kept = list(filter(is_chosen, runs))
     if not kept:
-        raise InputError("no run of the grid has all that the flags name: leave one of them out")
+        raise InputError("no run of the grid has all that the flags name; leave one of them out")
     return kept
 
 
@@ -93,7 +93,7 @@ def check_matched(grid: GridConfig, target: Target) -> dict[str, int]:
         free = name in grid.unmatched and not any(line.startswith("target") for line in different)
         if different and not free:
             raise InputError(
-                f"cell {name} is not trained like {grid.reference}: {listed(different)}: set them "
+                f"cell {name} is not trained like {grid.reference}: {listed(different)}; set them "
                 "alike or name it in `unmatched` (all cells have the same target)"
             )
         drafter = with_vocabulary(config, target).drafter
@@ -105,7 +105,7 @@ def check_matched(grid: GridConfig, target: Target) -> dict[str, int]:
         if abs(sizes[name] / wanted - 1) > grid.tolerance:
             raise InputError(
                 f"cell {name} trains {sizes[name]} parameters and {grid.reference} {wanted}, more "
-                f"than {grid.tolerance:.0%} apart: change its sizes or name it in `unmatched`"
+                f"than {grid.tolerance:.0%} apart; change its sizes or name it in `unmatched`"
             )
     return sizes
 

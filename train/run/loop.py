@@ -114,14 +114,14 @@ def check(config: PretrainConfig | DistillConfig) -> None:
     if rows % parts:
         raise InputError(
             f"data.rows_per_batch {rows} does not split into optim.accumulate {parts} equal "
-            "parts: choose numbers that divide"
+            "parts; choose numbers that divide"
         )
     check_output(config)
     directory = place(config.run.directory)
     if not is_utf8(str(directory if is_stored(directory) else directory.resolve())):
         raise InputError(
             f"run.directory {config.run.directory} is not valid UTF-8, and Orbax writes no "
-            "checkpoint there: choose another folder"
+            "checkpoint there; choose another folder"
         )
     if config.run.tensorboard:
         if is_stored(place(config.run.directory)):
@@ -143,5 +143,5 @@ def check_output(config: PretrainConfig | DistillConfig) -> None:
             continue
         if Path(os.path.realpath(place(folder))).is_relative_to(output):
             raise InputError(
-                f"output {config.output} is, or holds, {name} {folder}: choose another output"
+                f"output {config.output} is, or holds, {name} {folder}; choose another output"
             )

@@ -59,7 +59,7 @@ class Partial:
         except OSError as error:
             reason = first_line(error)
             raise InputError(
-                f"{self.path} cannot be written ({reason}): change --output"
+                f"{self.path} cannot be written ({reason}); change --output"
             ) from error
 
     def __enter__(self) -> Self:
@@ -119,7 +119,7 @@ class Partial:
             raise InputError(f"none of {len(ends)} conversations got an answer; {count}: {fault}")
         if self.output.exists():  # created since this run began
             raise InputError(
-                f"{self.output} exists by now: move it away and give the same command again"
+                f"{self.output} exists by now; move it away and give the same command again"
             )
         with whole_file(self.output) as fresh, fresh.open("w", encoding="utf-8") as file:
             file.writelines(end["line"] + "\n" for end in ends.values() if "line" in end)
@@ -150,6 +150,8 @@ def _difference(first: bytes, header: bytes) -> str:
     except (ValueError, TypeError, AttributeError):
         return "has no header: remove it or change --output"
     if "version" in unlike:
-        return "was made by another version of this program: finish it with that one or remove it"
+        return (
+            "was made by another version of this program; finish it with that version or remove it"
+        )
     shown = ", ".join(f"{name} {theirs.get(name)}" for name in unlike)
     return f"was made with other flags ({shown}): repeat those or remove it"

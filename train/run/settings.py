@@ -101,7 +101,7 @@ def _pairs(overrides: list[str]) -> list[tuple[str, str]]:
         name, equals, value = flag[2:].partition("=")
         if not equals:
             if not rest:
-                raise InputError(f"--{name}: give it a value, as in --{name} VALUE")
+                raise InputError(f"--{name}; give it a value, as in --{name} VALUE")
             value = rest.pop(0)
         pairs.append((name.replace("-", "_"), value))
     return pairs

@@ -89,7 +89,7 @@ def shared(
         if different := [line for line in different if line.startswith(DECISIVE)]:
             raise InputError(
                 f"--target-cache: cell {cell} does not read the rows of {name}: "
-                f"{listed(different)}: train it apart, by --cells, with a cache of its own"
+                f"{listed(different)}; train it apart, by --cells, with a cache of its own"
             )
     return flags._replace(taps=union([taps_of(config, target_cfg) for _, config in cells]))
 
@@ -108,7 +108,7 @@ def opened(
     the limit or without room on the disk, and for several processes.
     """
     if jax.process_count() > 1:
-        raise InputError("--target-cache needs one process: leave it out")
+        raise InputError("--target-cache needs one process; leave it out")
     row_length = config.data.row_length
     made_from = {
         # Without the tokenizer, since the hash of the rows covers its tokens.

@@ -44,7 +44,7 @@ def warm_params(config: DistillConfig, target: Target, abstract: TrainState) -> 
     if is_stored(folder):
         raise InputError(
             f"init_from {config.init_from}: no checkpoint is there, and a drafter's folder is read "
-            "from a file system only: copy it to one"
+            "from a file system only; copy it to one"
         )
     num_reused = getattr(config.drafter, "target_layer_inference", None)  # files may not hold N
     found = load_drafter(
@@ -84,5 +84,5 @@ def _placed(weight: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _refusal(config: DistillConfig, why: str) -> InputError:
     return InputError(
-        f"init_from {config.init_from}: {why}: name another folder, or set them alike"
+        f"init_from {config.init_from}: {why}; name another folder, or set them alike"
     )

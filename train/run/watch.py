@@ -177,7 +177,7 @@ class Watch:
         what = f"step {step}: loss {told['loss']}, gradient norm {told['grad_norm']}"
         if stop:
             raise InputError(
-                f"{what}: its batch is {kept}: lower optim.learning_rate in another "
+                f"{what}: its batch is {kept}; lower optim.learning_rate in another "
                 "run.directory, or pass over such steps with --run.not_finite skip; at the first "
                 "step the target may hold NaN, which infer.generate would name"
             )

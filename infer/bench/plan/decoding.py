@@ -208,7 +208,7 @@ def cost(request: PlanRequest, decode: HloModule, prefill: HloModule) -> Plan:
     if (loops := hlo.unknown_loops(decode.hlo)) != 1:
         raise InputError(
             f"the decode program has {loops} loops of unknown length, and a round of fixed cost "
-            "has one: make the others static"
+            "has one; make the others static"
         )
     phases: dict[str, list[Kernel]] = {name: [] for name in (*PHASES, REST)}
     for kernel in hlo.kernels(decode.hlo):
@@ -245,7 +245,7 @@ def priced(kernel: Kernel, costs: KernelCosts, used: float = 1.0) -> Kernel:
         return kernel
     if (found := costs.get((kernel.pallas, kernel.dims))) is None:
         raise InputError(
-            f"the Pallas kernel {kernel.pallas!r} declares no cost: give its pallas_call a "
+            f"the Pallas kernel {kernel.pallas!r} declares no cost; give its pallas_call a "
             "cost_estimate"
         )
     return kernel._replace(bytes=round(used * found.size), flops=round(used * found.flops))

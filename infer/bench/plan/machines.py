@@ -114,7 +114,7 @@ def machine(topology: str) -> Machine:
     found = re.fullmatch(r"(v5e|v5p|v6e):([1-9]\d*(?:x[1-9]\d*){1,2})|(h200):([1-9]\d*)", topology)
     if not found:
         raise InputError(
-            f"unknown topology {topology!r}: name v5e:AxB, v6e:AxB, v5p:AxBxC or h200:N, "
+            f"unknown topology {topology!r}; name v5e:AxB, v6e:AxB, v5p:AxBxC or h200:N, "
             "such as v5e:4x4 or h200:8"
         )
     tpu, torus, gpu, count = found.groups()
@@ -123,7 +123,7 @@ def machine(topology: str) -> Machine:
     hosts, rest = divmod(int(count), GPUS_PER_HOST)
     if hosts and rest:
         raise InputError(
-            f"topology {topology} has a host with fewer than {GPUS_PER_HOST} GPUs: "
+            f"topology {topology} has a host with fewer than {GPUS_PER_HOST} GPUs; "
             f"choose fewer GPUs, or a multiple of {GPUS_PER_HOST}"
         )
     return Machine(topology, CHIPS[gpu], (hosts, GPUS_PER_HOST) if hosts else (1, rest))
@@ -142,7 +142,7 @@ def check_compiler(wanted: Machine) -> None:
     """Raises InputError if the machine's compiler is not installed."""
     if not has_compiler(wanted.chip.compiler):
         name = {"tpu": "libtpu", "cuda": "jax's CUDA plugin"}[wanted.chip.compiler]
-        raise InputError(f"{wanted.name}: {name} is not installed: run make env PLAN=1")
+        raise InputError(f"{wanted.name}: {name} is not installed; run make env PLAN=1")
 
 
 def devices(wanted: Machine) -> list[Any]:
@@ -164,5 +164,5 @@ def devices(wanted: Machine) -> list[Any]:
         ).devices
     except jax.errors.JaxRuntimeError as error:
         raise InputError(
-            f"topology {wanted.name}: no such slice in libtpu: choose even sides, as in v5e:4x4"
+            f"topology {wanted.name}: no such slice in libtpu; choose even sides, as in v5e:4x4"
         ) from error

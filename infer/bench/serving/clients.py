@@ -63,7 +63,7 @@ class Requests:
         if not self.count:
             raise InputError(
                 f"--max-new-tokens {args.max_new_tokens}: no question of {self.suite} leaves room "
-                f"for such an answer in {max_tokens} tokens: lower it"
+                f"for such an answer in {max_tokens} tokens; lower it"
             )
         random.Random(args.seed).shuffle(self._questions)
 

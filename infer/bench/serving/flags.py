@@ -66,18 +66,18 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 def check(args: argparse.Namespace) -> None:
     """Raises InputError for invalid values and combinations, before any server starts."""
     if not args.modes or set(args.modes) - set(MODES):
-        raise InputError(f"--modes {','.join(args.modes)}: choose from {', '.join(MODES)}")
+        raise InputError(f"--modes {','.join(args.modes)}; choose from {', '.join(MODES)}")
     if args.draft and set(args.modes) == {PLAIN}:
-        raise InputError("--draft with --modes plain, which drafts nothing: leave one out")
+        raise InputError("--draft with --modes plain, which drafts nothing; leave one out")
     if PLAIN not in args.modes and any(rate.endswith("x") for rate in args.rates):
-        raise InputError("--modes lacks plain, of whose capacity --rates are shares: add plain")
+        raise InputError("--modes lacks plain, of whose capacity --rates are shares; add plain")
     if args.repeats % args.servers:
         line = f"--servers {args.servers} cannot have equal parts of --repeats {args.repeats}"
-        raise InputError(f"{line}: choose a multiple")
+        raise InputError(f"{line}; choose a multiple")
     Sampling(temperature=args.temperature)
     labels = [variant.label for variant in variants_of(args)]
     if twice := [label for label in labels if labels.count(label) > 1]:
-        raise InputError(f"two ways are named {twice[0]}: name drafters as --draft NAME=DIR")
+        raise InputError(f"two ways are named {twice[0]}; name drafters as --draft NAME=DIR")
     if args.plot:
         check_plots(Path(args.plot))
 
@@ -122,5 +122,5 @@ def _rates(text: str) -> list[str]:
             line = f"{each!r} is no rate above 0: give requests/s, a share (0.5x) or clients (2c)"
             raise argparse.ArgumentTypeError(line) from None
     if not found:
-        raise argparse.ArgumentTypeError("no rate: give requests/s, shares (0.5x) or clients (2c)")
+        raise argparse.ArgumentTypeError("no rate; give requests/s, shares (0.5x) or clients (2c)")
     return found

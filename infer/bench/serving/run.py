@@ -220,7 +220,7 @@ def _machine() -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
     report = json.loads(done.stdout)
     if not report["devices"]:
-        raise InputError(f"no device: {report['device_error']}: see infer.info")
+        raise InputError(f"no device: {report['device_error']}; see infer.info")
     kind, name = (report["devices"][0][key] for key in ("kind", "name"))
     machine = {"device_kind": kind, "platform": name.partition(":")[0]}
     return machine | {"devices": len(report["devices"]), "cores": report["host"]["cores"]}

@@ -63,13 +63,13 @@ def check(args: argparse.Namespace) -> None:
     """Raises InputError for contradicting values, before any model is loaded."""
     for flag, given, known in (("modes", args.modes, MODES), ("profiles", args.profiles, PROFILES)):
         if not given or set(given) - set(known):
-            raise InputError(f"--{flag} {','.join(given)}: choose from {', '.join(known)}")
+            raise InputError(f"--{flag} {','.join(given)}; choose from {', '.join(known)}")
     if len(args.tree) != 3 or args.tree[0] < 2:
         raise InputError("--tree takes depth (2 or more), breadth and total tokens: 7,8,62")
     if args.target is not None and args.draft is None:
-        raise InputError("--target without --draft: name its drafters")
+        raise InputError("--target without --draft; name its drafters")
     if len(dict(named(args))) < len(named(args)):
-        raise InputError("--draft: two drafters have one name: give each as NAME=DIR")
+        raise InputError("--draft: two drafters have one name; give each as NAME=DIR")
 
 
 def named(args: argparse.Namespace) -> list[tuple[str, str]]:

@@ -104,7 +104,7 @@ def _check_can_write(args: argparse.Namespace, name: str, half: DraftHalf) -> No
     alone += ["--outages"] if args.outages else []
     if half.functions.go_on is None and alone:
         raise InputError(
-            f"--draft {name} cannot write token by token, as {', '.join(alone)} asks: leave "
+            f"--draft {name} cannot write token by token, as {', '.join(alone)} asks; leave "
             "it out, as in --modes stream,plain,tree"
         )
 

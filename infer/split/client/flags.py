@@ -47,12 +47,12 @@ def add_row_flags(group: Any) -> None:
 def _lengths(text: str) -> tuple[int, ...]:
     lengths = tuple(sorted(set(map(positive, names(text)))))
     if not lengths or lengths[-1] > MOST_STEPS:
-        raise argparse.ArgumentTypeError(f"{text!r}: give numbers from 1 to {MOST_STEPS}")
+        raise argparse.ArgumentTypeError(f"{text!r}; give numbers from 1 to {MOST_STEPS}")
     return lengths
 
 
 def _slowdown(text: str) -> float:
     value = above_zero(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: choose 1 or more")
+        raise argparse.ArgumentTypeError(f"{text}; choose 1 or more")
     return value

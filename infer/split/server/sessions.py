@@ -54,7 +54,7 @@ class ServerLimits:
 
     def __post_init__(self) -> None:
         if self.chunk < 2:  # the previous root and one new token
-            raise InputError(f"a chunk of {self.chunk} tokens: choose 2 at least")
+            raise InputError(f"a chunk of {self.chunk} tokens; choose 2 at least")
 
 
 class Encoding(NamedTuple):
@@ -200,7 +200,7 @@ class SlotQueue:
             self._update_gauges()
             return
         if len(self._queue) >= self._limits.max_queue:
-            raise Refused("busy", "all slots are taken and the queue is full: try again later")
+            raise Refused("busy", "all slots are taken and the queue is full; retry later")
         turn = asyncio.get_running_loop().create_future()
         self._queue.append(turn)
         self._update_gauges()
@@ -211,7 +211,7 @@ class SlotQueue:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.give_back()  # a slot was assigned just as the wait ended
             if isinstance(error, TimeoutError):
-                raise Refused("busy", "no slot became free in time: try again later") from None
+                raise Refused("busy", "no slot became free in time; retry later") from None
             raise
         finally:
             with contextlib.suppress(ValueError):

@@ -109,10 +109,10 @@ class Engine:
         positions = target.config.max_position_embeddings
         if not 1 < max_tokens <= positions:
             raise InputError(
-                f"max_tokens is {max_tokens}: choose from 2 to {positions}, the target's positions"
+                f"max_tokens is {max_tokens}; choose from 2 to {positions}, the target's positions"
             )
         if num_slots < 1:
-            raise InputError(f"num_slots is {num_slots}: choose at least 1")
+            raise InputError(f"num_slots is {num_slots}; choose at least 1")
         self._draft_rows = self.session.room.draft_rows
         num_rows = max_tokens + self._draft_rows
         self.session.check_memory(num_slots, num_rows, "--slots or --max-tokens")
@@ -263,13 +263,13 @@ class Engine:
         if total > self.max_tokens:
             raise InputError(
                 f"the prompt has {len(prompt)} tokens and {new} are to follow, but an answer with "
-                f"its prompt has {self.max_tokens} at most: shorten one of the two"
+                f"its prompt has {self.max_tokens} at most; shorten one of the two"
             )
         vocab_size = self.session.target.config.vocab_size
         given = given_of(sampling, len(prompt), total, request.stop_ids, vocab_size)
         logprobs.check(request.top_logprobs, vocab_size)
         if request.prompt_logprobs and request.top_logprobs is None:
-            raise InputError("prompt_logprobs without top_logprobs: say how many likeliest tokens")
+            raise InputError("prompt_logprobs without top_logprobs; say how many likeliest tokens")
         kind = kind_of(request.sampling, request.top_logprobs is not None)
         settings = (total, given, kind, request.top_logprobs)
         return Text(next(self._ids), list(prompt), *settings, surely=len(prompt))

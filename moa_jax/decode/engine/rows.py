@@ -301,7 +301,7 @@ def given_of(
     biases = Biases(np.full((1, MOST_BIASES), vocab_size, np.int32), np.zeros((1, MOST_BIASES)))
     for place, (token, bias) in enumerate(dict(sampling.logit_bias).items()):
         if not is_id(token, vocab_size):
-            raise InputError(f"logit_bias names the id {token} of {vocab_size}: use others")
+            raise InputError(f"logit_bias names the id {token} of {vocab_size}; use others")
         biases.ids_BX[0, place], biases.values_BX[0, place] = token, bias
     law = settings_of([dataclasses.replace(sampling, logit_bias=())], vocab_size, whole=True)
     biases = biases._replace(values_BX=biases.values_BX.astype(np.float32))

@@ -47,7 +47,7 @@ def block_configs(cfg: MoaConfig, target_cfg: TargetConfig) -> Blocks:
     if not 0 <= cfg.target_layer_inference <= target_cfg.num_layers:
         raise InputError(
             f"target_layer_inference is {cfg.target_layer_inference}, but the target has "
-            f"{target_cfg.num_layers} layers: give a number from 0 to that"
+            f"{target_cfg.num_layers} layers; give a number from 0 to that"
         )
     plain = dataclasses.replace(
         block, rope_scaling=None, qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False

@@ -126,7 +126,7 @@ def write_config(
         ):
             if is_so:
                 raise InputError(
-                    f"the layout {layout!r} cannot say that a drafter has {what}: choose ours or "
+                    f"the layout {layout!r} cannot say that a drafter has {what}; choose ours or "
                     "speculators"
                 )
     if layout == "authors":
@@ -151,13 +151,13 @@ def _ablations(config: dict[str, Any]) -> tuple[Any, bool]:
     mixing = config.get("layer_mixing", "attention")
     has_self_attention = config.get("has_self_attention", True)
     if mixing not in MIXINGS:
-        raise InputError(f"layer_mixing is {mixing!r}: give one of {', '.join(MIXINGS)}")
+        raise InputError(f"layer_mixing is {mixing!r}; give one of {', '.join(MIXINGS)}")
     if not isinstance(has_self_attention, bool):
-        raise InputError(f"has_self_attention is {has_self_attention!r}: give true or false")
+        raise InputError(f"has_self_attention is {has_self_attention!r}; give true or false")
     if config.get("disable_LSA") and mixing == "attention":
         raise InputError(
             "this drafter was made without layer self-attention (disable_LSA) and its files do "
-            "not say what its memory is made of: use one that has it, or one of ours"
+            "not say what its memory is made of; use one that has it, or one of ours"
         )
     if config.get("disable_LSA") is False and mixing != "attention":
         raise contradiction("config.json", "disable_LSA", False, "layer_mixing", mixing)
@@ -171,7 +171,7 @@ def _hidden_in_memory(config: dict[str, Any], shapes: Mapping[str, Shape]) -> bo
     if not isinstance(stated, bool) or stated != stored:
         raise InputError(
             f"config.json says hidden_in_memory is {stated!r}, but the tensor Hidden2E.weight is "
-            f"{'there' if stored else 'missing'}: use the config.json of these weights"
+            f"{'there' if stored else 'missing'}; use the config.json of these weights"
         )
     return stated
 
@@ -228,7 +228,7 @@ def _check_fork(cfg: MoaConfig, target: TargetConfig) -> None:
         (kv_heads[0] != kv_heads[1], "different key-value heads in self- and cross-attention"),
     ):
         if wrong:
-            raise InputError(f"the vLLM fork cannot run {what}: choose another layout")
+            raise InputError(f"the vLLM fork cannot run {what}; choose another layout")
 
 
 def _part_sizes(part: str, shapes: Mapping[str, Shape], target: TargetConfig) -> dict[str, int]:
@@ -243,5 +243,5 @@ def _stated_sizes(part: str, config: dict[str, Any]) -> dict[str, Any]:
     keys = [f"{part}_{size}" for size in SIZES]
     for key in keys:
         if key not in config:
-            raise InputError(f"config.json does not state {key}: use the drafter's own config.json")
+            raise InputError(f"config.json does not state {key}; use the drafter's own config.json")
     return {key: config[key] for key in keys}
