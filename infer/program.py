@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exits with code 2 after one line, without the usage."""
         line = " ".join(message.split())
-        self.exit(BAD_INPUT, f"{self.prog}: {line} (--help lists the flags)\n")
+        self.exit(BAD_INPUT, f"{self.prog}: {line}; see --help\n")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -203,7 +203,7 @@ def refusal_of(error: BaseException, arguments: list[str] | None = None) -> str 
     path = None if error.filename is None else os.fsdecode(error.filename)
     if error.errno in DISK_FULL:
         where = "" if path is None else f"{path}: "
-        return f"{where}{error.strerror}: make room, or choose another path"
+        return f"{where}{error.strerror}; make room, or choose another path"
     arguments = sys.argv[1:] if arguments is None else arguments
     if path is None or not (path in streams.NAMES or _is_given(path, arguments)):
         return None

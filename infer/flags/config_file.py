@@ -21,12 +21,12 @@ def read_config(path: str, *kinds: type[Config]) -> Config:
     Raises InputError for a file that is missing, does not run or has no `config` of these kinds.
     """
     if not Path(path).is_file():
-        raise InputError(f"{path}: no such config file, see the folder configs/")
+        raise InputError(f"no such config file: {path}; see the folder configs/")
     found = _run(path)
     if not isinstance(config := found.get("config"), kinds):
         what = f"a {type(config).__name__} named" if "config" in found else "no"
         wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise InputError(f"{path}: defines {what} `config`, expected {wanted}")
+        raise InputError(f"{path} defines {what} `config`; name a file with a {wanted}")
     return config
 
 

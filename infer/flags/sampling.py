@@ -125,7 +125,9 @@ def ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError as error:
-        raise argparse.ArgumentTypeError("write whole numbers with commas: 1,2,3") from error
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of token ids such as 1,2,3"
+        ) from error
 
 
 def _biases(text: str) -> tuple[tuple[int, float], ...]:

@@ -89,7 +89,7 @@ def load(path: Path, text: str, *overrides: str) -> DistillConfig:
     [
         ("config = (", "SyntaxError: "),
         ("import no_such_module", " line 1: ModuleNotFoundError: No module named"),
-        ("\nconfig = Distil()", " line 2: NameError; name 'Distil' is not defined"),
+        ("\nconfig = Distil()", " line 2: NameError: name 'Distil' is not defined"),
         ("config = 1 / 0", " line 1: ZeroDivisionError: division by zero"),
         ("import json\nconfig = json.loads('{')", " line 2: JSONDecodeError: "),
         ("import dataclasses, configs.tiny as t\n"
@@ -107,12 +107,12 @@ def test_a_config_file_has_a_config_of_the_asked_kinds(tmp_path):
     read = lambda *kinds: read_config(str(path), *kinds)
     path.write_text("from configs.tiny import config")
     assert read(PretrainConfig, DistillConfig) == tiny.config
-    assert "defines a DistillConfig named `config`, expected Pretrain" in refusal(
+    assert "defines a DistillConfig named `config`; name a file with a Pretrain" in refusal(
         read, PretrainConfig
     )
     path.write_text("confg = 1")
     said = refusal(read, PretrainConfig, DistillConfig)
-    assert said == f"{path}: defines no `config`, expected PretrainConfig or DistillConfig"
+    assert said == f"{path} defines no `config`; name a file with a PretrainConfig or DistillConfig"
 
 
 def test_overrides_are_held_to_the_same_rules(tmp_path):

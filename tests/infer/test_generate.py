@@ -289,7 +289,7 @@ def test_a_prompt_alone_is_decoded_as_its_row():
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--prompt-ids", "1,x"], "write whole numbers with commas"),
+        (["--prompt-ids", "1,x"], "'1,x' is not a list of token ids"),
         (["--prompt-ids", "300"], "outside the vocabulary of 300"),
         (["--prompt-ids", ""], "prompt 0 is empty"),
         (["--prompt", "  "], "prompt is empty"),

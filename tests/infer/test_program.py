@@ -68,7 +68,7 @@ def test_help_shows_the_defaults_that_say_something(capsys):
 
 def test_bad_input_is_one_line_and_exit_2(capsys):
     def main(arguments):
-        raise InputError("weights.safetensors; cut short\nfetch it again")
+        raise InputError("weights.safetensors: cut short\nfetch it again")
 
     assert exit_code(main) == 2
     line = f"{__name__}: weights.safetensors: cut short fetch it again\n"

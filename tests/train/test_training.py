@@ -405,12 +405,15 @@ def test_a_tilde_is_the_users_folder_wherever_files_are_written(
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--optim.total_step", "7"], "no such setting, 'total_step' is not among"),
+        (
+            ["--optim.total_step", "7"],
+            "no such setting: --optim.total_step; replace 'total_step' by one of",
+        ),
         (["--optim.total_steps", "many"], "'many' is not int"),
         (["--optim.total_steps"], "give it a value"),
         (["--data.answers", "all"], "'all' is not one of turns, reference"),
         (["--target.size", "3"], "'target' holds a value, not settings"),
-        (["7"], "expected an override"),
+        (["7"], "is not an override"),
     ],
 )
 def test_bad_overrides_are_one_line(settings_file, flags, line):
@@ -461,7 +464,7 @@ def test_programs_refuse_to_write_to_a_url(writer, tmp_path, monkeypatch, capsys
 
 
 def test_config_of_another_program_is_refused(settings_file, tmp_path):
-    with pytest.raises(InputError, match="expected PretrainConfig"):
+    with pytest.raises(InputError, match="name a file with a PretrainConfig"):
         load_config(settings_file, PretrainConfig, [])
     with pytest.raises(InputError, match="no such config file"):
         load_config(str(tmp_path / "none.py"), PretrainConfig, [])

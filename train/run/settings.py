@@ -97,7 +97,7 @@ def _pairs(overrides: list[str]) -> list[tuple[str, str]]:
     while rest:
         flag = rest.pop(0)
         if not flag.startswith("--"):
-            raise InputError(f"{flag}: expected an override such as --optim.total_steps 20")
+            raise InputError(f"{flag} is not an override; write one such as --optim.total_steps 20")
         name, equals, value = flag[2:].partition("=")
         if not equals:
             if not rest:
@@ -115,7 +115,7 @@ def _replace(config: Config, settings: list[tuple[list[str], str, str]]) -> Conf
     for (field, *rest), text, name in settings:
         if field not in hints:
             raise InputError(
-                f"--{name}: no such setting, {field!r} is not among {', '.join(hints)}"
+                f"no such setting: --{name}; replace {field!r} by one of {', '.join(hints)}"
             )
         if not rest:
             values[field] = _parse(text, hints[field], name)
