@@ -174,6 +174,6 @@ def _difference(text: str, head: str) -> str:
         ours, theirs = (decoder.raw_decode(each, begin)[0] for each in (head, text))
         unlike = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
     except (ValueError, TypeError, AttributeError):
-        return "is not a document of this program: choose another --output"
+        return "is not a document of this program; choose another --output"
     shown = ", ".join(f"{name} {theirs.get(name)!r:.60}" for name in unlike)
-    return f"was made with other settings ({shown}): repeat those, or choose another --output"
+    return f"was made with other settings ({shown}); repeat those, or choose another --output"

@@ -230,7 +230,7 @@ def _write(folder: Path, document: dict[str, Any]) -> None:
         save_figure(plots.speed_figure(document), folder / SPEED)
         save_figure(plots.acceptance_figure(document), folder / ACCEPTANCE)
     else:
-        print("no pictures: pip install 'moa-jax[plots]' and ask again", file=sys.stderr)
+        print("no pictures; pip install 'moa-jax[plots]' and ask again", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -221,7 +221,7 @@ def _answer_as_document(ask: Asking, prompts: list[list[int]]) -> int:
     """Writes each answer once finished, after those already in --output; returns the exit code."""
     session, args, rows = ask.session, ask.args, rows_of(ask.sampling, len(prompts))
     path = args.output if is_first() else None
-    go_on = f": go on with the same flags and --output {path or 'FILE, with this document in FILE'}"
+    go_on = f"; go on with the same flags and --output {path or 'FILE, with this document in FILE'}"
     with GrowingDocument(_settings(ask), prompts, path, go_on) as document:
         differ = [result.get("difference") is not None for result in document.results]
         differ = on_first(lambda: differ)

@@ -248,7 +248,7 @@ def _backend_refusal(error: BaseException) -> str | None:
         else "no such device"
     )
     return (
-        f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: {reason}: unset JAX_PLATFORMS, or "
+        f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: {reason}; unset JAX_PLATFORMS, or "
         "set it to cpu"
     )
 
@@ -256,7 +256,7 @@ def _backend_refusal(error: BaseException) -> str | None:
 def _variable_refusal(error: BaseException) -> str | None:
     """The message for JAX_DISABLE_JIT, with which jax does not compile, or None."""
     if isinstance(error, ValueError) and str(error).startswith("Disable jit is not supported"):
-        return "JAX_DISABLE_JIT is on, and all programs are compiled: unset it"
+        return "JAX_DISABLE_JIT is on, and all programs are compiled; unset it"
     return None
 
 

@@ -10,6 +10,6 @@ if sys.argv[0] == "-m":  # `python -m` is looking up the program, which imports 
     _places = [Path(folder).resolve() for folder in _folders]
     if Path(__file__).resolve().parents[1] / "infer" not in _places:
         _what = (_found and _found.origin) or ", ".join(map(str, _places)) or "nothing"
-        _line = f"{_what} shadows infer of moa-jax: start moa-distill, ... instead of -m train..."
+        _line = f"{_what} shadows infer of moa-jax; start moa-distill, ... instead of -m train..."
         sys.stderr.write(f"train: {_line}\n")
         sys.exit(2)

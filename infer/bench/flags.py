@@ -82,20 +82,20 @@ def check(args: argparse.Namespace) -> None:
     if compares:
         check_peer(compares)
     refusals = {
-        f"--modes {','.join(args.modes)}: choose from {', '.join(MODES)}": not args.modes
+        f"--modes {','.join(args.modes)}; choose from {', '.join(MODES)}": not args.modes
         or not {*args.modes} <= {*MODES},
         "--tree takes three numbers, depth, breadth and total tokens: 7,8,62": len(args.tree) != 3,
-        "--modes lacks plain, to which --compare relates: add it": compares
+        "--modes lacks plain, to which --compare relates; add it": compares
         and "plain" not in args.modes,
-        "--random-weights needs no files: leave out --target and --draft": random
+        "--random-weights needs no files; leave out --target and --draft": random
         and (args.target or args.draft),
-        "--random-weights has no tokenizer: use --prompt-length or prompt_ids": random
+        "--random-weights has no tokenizer; use --prompt-length or prompt_ids": random
         and args.conversations,
-        "--compare decodes real weights one prompt at a time: use a stored pair": compares
+        "--compare decodes real weights one prompt at a time; use a stored pair": compares
         and (made_up or args.batch > 1),
-        "--compare decodes weights as they are stored: leave out --weights": compares
+        "--compare decodes weights as they are stored; leave out --weights": compares
         and args.weights,
-        "--weights-cost compares quantised weights with stored ones: add --weights, and leave out "
+        "--weights-cost compares quantised weights with stored ones; add --weights, and leave out "
         "--random-weights": args.weights_cost and (random or not args.weights),
     }
     for message, is_wrong in refusals.items():

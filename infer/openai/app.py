@@ -240,7 +240,7 @@ class OpenAIServer:
         kind = request.headers.get("content-type", "")
         # Browsers let pages of other sites send other content types, or none, without a preflight.
         if kind.partition(";")[0].strip().lower() != JSON:
-            message = f"content-type is {kind[:60] or 'missing'}: send {JSON}"
+            message = f"content-type is {kind[:60] or 'missing'}; send {JSON}"
             raise APIError(BAD_TYPE, message, code="unsupported_media_type")
         most, parts, size, more = self.limits.max_body_bytes, [], 0, True
         try:
@@ -259,7 +259,7 @@ class OpenAIServer:
                     while more and size < DISCARDED:
                         part, more = await _next_part(request)
                         size += len(part)
-            message = f"the body has more than {most} bytes: send less at once"
+            message = f"the body has more than {most} bytes; send less at once"
             raise APIError(TOO_LARGE, message, code="request_too_large")
         return b"".join(parts)
 
@@ -298,9 +298,9 @@ class OpenAIServer:
         """The response to an unknown path or method."""
         status = error.status_code if isinstance(error, HTTPException) else FAULT
         path = request.scope["path"][:100]
-        message = f"{path}: nothing answers there: see /v1/models, /v1/completions"
+        message = f"{path}: nothing answers there; see /v1/models, /v1/completions"
         if status == BAD_METHOD:
-            message = f"{path} does not answer to {request.method}: see the header Allow"
+            message = f"{path} does not answer to {request.method}; see the header Allow"
         headers = error.headers if isinstance(error, HTTPException) else None
         self.metrics.replied(status)
         code = "not_found" if status == NO_SUCH else None

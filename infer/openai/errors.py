@@ -46,7 +46,7 @@ def bad(param: str | None, message: str, code: str | None = None) -> APIError:
 
 def stopping() -> APIError:
     """The error of a server that shuts down; Retry-After is short, for a replacement server."""
-    message = "the server is stopping: ask another one, or later"
+    message = "the server is stopping; ask another one, or later"
     return APIError(UNAVAILABLE, message, headers={"Retry-After": "1"})
 
 

@@ -31,7 +31,7 @@ class Model:
     def check_name(self, name: Any) -> None:
         """Raises APIError for the field `model` of another model; None is any model."""
         if name is not None and not (isinstance(name, str) and is_utf8(name)):
-            raise bad("model", f"model is {shown(name)}: give a name")
+            raise bad("model", f"model is {shown(name)}; give a name")
         if name not in (None, self.name):
             raise APIError(
                 NO_SUCH,
@@ -46,7 +46,7 @@ class Model:
         Raises APIError for a text that is much too long, and without a tokenizer.
         """
         if self.tokenizer is None:
-            raise bad(param, f"{param}: the model has no tokenizer: give token ids")
+            raise bad(param, f"{param}: the model has no tokenizer; give token ids")
         self.check_characters(len(text), param)
         found = self.tokenizer(text, add_special_tokens=special, verbose=False)
         return tuple(found["input_ids"])
@@ -76,7 +76,7 @@ class Model:
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise bad(
                 "messages",
-                f"messages: {self.name} has no chat template, as base models have none: "
+                f"messages: {self.name} has no chat template, as base models have none; "
                 "ask /v1/completions",
                 "no_chat_template",
             )
@@ -95,12 +95,12 @@ class Model:
     def check_length(self, param: str, ids: Sequence[int]) -> None:
         """Raises APIError for a prompt without tokens, or with more than `max_prompt`."""
         if not ids:
-            raise bad(param, f"{param}: the prompt is empty: give at least one token")
+            raise bad(param, f"{param}: the prompt is empty; give at least one token")
         if len(ids) > self.max_prompt:
             raise self._too_long(param, str(len(ids)))
 
     def _too_long(self, param: str, tokens: str) -> APIError:
-        most = f"{self.max_prompt} are the most: shorten it"
+        most = f"{self.max_prompt} are the most; shorten it"
         message = f"{param}: the prompt has {tokens} tokens, and {most}"
         return bad(param, message, "context_length_exceeded")
 

@@ -167,7 +167,7 @@ def object_of(data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise bad("body", f"the body is no JSON: {error}") from error
     if not isinstance(found, dict):
-        raise bad("body", "the body is no JSON object: send {...} with the fields of the request")
+        raise bad("body", "the body is no JSON object; send {...} with the fields of the request")
     return found
 
 
@@ -209,7 +209,7 @@ def reject_unsupported(body: Mapping[str, Any], table: Unsupported, parent: str 
             continue
         if not any(type(value) is type(each) and value == each for each in silent):
             name = f"{parent}{name}"
-            raise bad(name, f"{name} is not supported: leave it out", "unsupported_parameter")
+            raise bad(name, f"{name} is not supported; leave it out", "unsupported_parameter")
 
 
 def completion_of(body: dict[str, Any], model: Model) -> GenerationRequest:
@@ -223,7 +223,7 @@ def completion_of(body: dict[str, Any], model: Model) -> GenerationRequest:
     if not isinstance(value, list) or not value or type(value[0]) is int:
         named = [("prompt", value)]
     elif len(value) > MOST_CHOICES:
-        raise bad("prompt", f"prompt has {len(value)} prompts: give at most {MOST_CHOICES}")
+        raise bad("prompt", f"prompt has {len(value)} prompts; give at most {MOST_CHOICES}")
     else:
         named = [(f"prompt[{i}]", each) for i, each in enumerate(value)]
     prompts = [_prompt(each, name, model, fields) for name, each in named]
@@ -239,7 +239,7 @@ def chat_of(body: dict[str, Any], model: Model) -> GenerationRequest:
     if fields.echo:
         raise wrong("echo", True, "a chat does not repeat its messages")
     if fields.top_logprobs is not None and not fields.logprobs:
-        raise bad("top_logprobs", "top_logprobs goes with logprobs: give logprobs true, or neither")
+        raise bad("top_logprobs", "top_logprobs goes with logprobs; give logprobs true, or neither")
     reject_unsupported(body, UNSUPPORTED | OF_COMPLETIONS)  # before the template reads the messages
     ids = model.ids_after(_messages(fields.messages), generation_prompt=True)
     model.check_length("messages", ids)
@@ -254,7 +254,7 @@ def tokens_of(body: dict[str, Any], model: Model) -> tuple[int, ...]:
     model.check_name(body.get("model"))
     fields = read_fields(TokenFields, body)
     if (fields.prompt is None) == (fields.messages is None):
-        raise bad("prompt", "prompt and messages: give one of them")
+        raise bad("prompt", "prompt and messages; give one of them")
     if fields.messages is not None:
         return model.ids_after(_messages(fields.messages), fields.add_generation_prompt)
     return model.ids_of(fields.prompt, "prompt", fields.add_special_tokens)
@@ -338,14 +338,14 @@ def _request(
     """Builds a request from the fields that both APIs share; raises APIError."""
     chat = isinstance(fields, ChatFields)
     if len(prompts) * fields.n > MOST_CHOICES:
-        message = f"n is {fields.n} for {len(prompts)} prompts: give at most {MOST_CHOICES} in all"
+        message = f"n is {fields.n} for {len(prompts)} prompts; give at most {MOST_CHOICES} in all"
         raise bad("n", message)
     if (top_logprobs or 0) > model.vocab_size:
         name = "top_logprobs" if chat else "logprobs"
         raise wrong(name, top_logprobs, f"the vocabulary has {model.vocab_size} tokens")
     options = fields.stream_options or {}
     if fields.stream_options is not None and not fields.stream:
-        raise bad("stream_options", "stream_options goes with stream: give stream true, or neither")
+        raise bad("stream_options", "stream_options goes with stream; give stream true, or neither")
     known = {*fields.__struct_fields__, *UNSUPPORTED, *OF_CHATS, *OF_COMPLETIONS, *SILENT}
     ignored = _unknown(body, known) + _unknown(options, {"include_usage"}, "stream_options.")
     return GenerationRequest(
@@ -374,7 +374,7 @@ def _new_tokens(
     """The most new tokens per prompt; `default` None is all that fit; raises APIError."""
     older, newer = fields.max_tokens, fields.max_completion_tokens
     if None not in (older, newer) and older != newer:
-        raise bad("max_tokens", "max_tokens differs from max_completion_tokens: give one of them")
+        raise bad("max_tokens", "max_tokens differs from max_completion_tokens; give one of them")
     name, asked = ("max_completion_tokens", newer) if older is None else ("max_tokens", older)
     if asked is not None and asked < least:
         raise wrong(name, asked, "give 1 or more; 0 goes with echo and logprobs alone")
@@ -404,7 +404,7 @@ def _sampling_of(fields: SharedFields, model: Model) -> Sampling:
 def _stops_of(fields: SharedFields, model: Model) -> tuple[str, ...]:
     texts = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     if texts and model.tokenizer is None:
-        raise bad("stop", "stop: the model has no tokenizer, and no text: give stop_token_ids")
+        raise bad("stop", "stop: the model has no tokenizer, and no text; give stop_token_ids")
     if not all(map(is_utf8, texts)):
         raise wrong("stop", texts, "give texts of Unicode characters")
     return tuple(dict.fromkeys(texts))

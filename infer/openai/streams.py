@@ -179,7 +179,7 @@ class RequestStream:
         most = self.engine.load().slots + self.engine.max_waiting
         if len(self.choices) > most:  # more than the queue can ever hold
             name = "n" if request.fields.n > 1 else "prompt"
-            raise bad(name, f"{name}: {len(self.choices)} choices: ask for {most} at most")
+            raise bad(name, f"{name}: {len(self.choices)} choices; ask for {most} at most")
         try:
             for choice in self.choices:
                 engine_request = Request(

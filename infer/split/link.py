@@ -220,7 +220,7 @@ async def _socket(server: ServerAddress) -> ClientConnection:
     except ssl.SSLCertVerificationError as error:
         raise Denied(
             "certificate",
-            f"{server.url}: its certificate is not trusted ({error.verify_message}): see --tls-ca",
+            f"{server.url}: its certificate is not trusted ({error.verify_message}); see --tls-ca",
         ) from error
     # A redirect to an invalid address raises ValueError.
     except (websockets.WebSocketException, OSError, TimeoutError, ValueError) as error:
@@ -236,7 +236,7 @@ def _refusal(server: ServerAddress, status: int) -> Exception:
         if status == FORBIDDEN:
             line += "; a gateway that adds an Origin header needs a server with a token"
         return Denied("path", line)
-    return Busy(f"the server answered with status {status}: try again later")
+    return Busy(f"the server answered with status {status}; try again later")
 
 
 def _fault(message: wire.Fault) -> Exception:

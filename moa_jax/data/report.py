@@ -109,7 +109,7 @@ class DataReport:
         if self.other_text:
             lines.append(
                 f"{self._share(self.other_text)} hold token ids that decode to another text than "
-                "their messages: check that this tokenizer wrote them, or run train.regenerate"
+                "their messages; check that this tokenizer wrote them, or run train.regenerate"
             )
         return "\n".join(lines)
 

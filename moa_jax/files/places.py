@@ -77,7 +77,7 @@ def lock(file: IO[Any], refusal: str) -> None:
     except BlockingIOError as error:
         raise InputError(refusal) from error
     except OSError as error:
-        print(f"{file.name}: no lock ({error.strerror}): start one run only", file=sys.stderr)
+        print(f"{file.name}: no lock ({error.strerror}); start one run only", file=sys.stderr)
 
 
 def lock_output(file: IO[Any], path: Path) -> None:

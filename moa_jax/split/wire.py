@@ -52,7 +52,7 @@ class WrongVersion(BadMessage):
     def __init__(self, theirs: int) -> None:
         self.theirs = theirs
         super().__init__(
-            f"the other side speaks protocol version {theirs}, this one version {VERSION}: "
+            f"the other side speaks protocol version {theirs}, this one version {VERSION}; "
             "update the older of the two"
         )
 

@@ -383,7 +383,7 @@ def _locked(directory: Path) -> Iterator[None]:
     """Holds the directory's lock; prints a line on stderr for a store or disk without locks."""
     directory.mkdir(parents=True, exist_ok=True)
     if is_stored(directory):
-        print(f"{directory}: a store has no locks: start one run only", file=sys.stderr)
+        print(f"{directory}: a store has no locks; start one run only", file=sys.stderr)
         yield
         return
     with (directory / "lock").open("a+", encoding="utf-8") as file:

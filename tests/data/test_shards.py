@@ -361,7 +361,7 @@ def test_a_damaged_cache_is_named(load, config, kind):
     load()
     (folder,) = folders(config)
     damage(folder, kind)
-    with pytest.raises(InputError, match="is damaged .*: remove it, it is made again") as raised:
+    with pytest.raises(InputError, match="is damaged .*; remove it, it is made again") as raised:
         load()
     assert str(folder) in str(raised.value) and "\n" not in str(raised.value)
 

@@ -180,7 +180,7 @@ def test_refused_paths(tmp_path, target):
     for path, line in [
         (tmp_path / "none", "no draft vocabulary .*none; check the path"),
         (tmp_path, "holds no draft_vocabulary.safetensors; name the file itself"),
-        (broken, "broken.safetensors cannot be read as safetensors .*: make it with"),
+        (broken, "broken.safetensors cannot be read as safetensors .*; make it with"),
     ]:
         with pytest.raises(InputError, match=line) as found:
             load_vocabulary(path, target)

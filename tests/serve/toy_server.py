@@ -84,7 +84,7 @@ class ToyEngine:
     def submit(self, request: Request, hear: Callable[[News], None], others: int = 0) -> Ticket:
         with self._lock:
             if len(self._tasks) + others >= self.slots + self.max_waiting:
-                raise Full(f"{self.max_waiting} requests are waiting already: try again later")
+                raise Full(f"{self.max_waiting} requests are waiting already; try again later")
             ticket = Ticket(len(self.requests))
             self.requests.append(request)
             self._tasks[ticket.id] = (request, hear, answer_of(request))

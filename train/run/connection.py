@@ -131,7 +131,7 @@ class EndpointClient:
             wait_s = _seconds(headers.get("Retry-After", ""))
             return RetryableError(reply, wait_s=wait_s, busy=status == TOO_MANY)
         if status in NO_KEY:
-            other = "refuses the key: give another" if self._has_key else "wants a key: give one"
+            other = "refuses the key; give another" if self._has_key else "wants a key; give one"
             return InputError(f"{self.address}: it {other} with --api-key-file ({reply})")
         if location := headers.get("Location"):
             return InputError(f"{self.address} has moved to {location}; give --endpoint that URL")

@@ -48,7 +48,7 @@ class Conversation:
         self.record, self.rules, self.number = record, rules, number
         self.said: list[Message] = []
         self.prompt: list[int] | None = None
-        self.fault = "a record without a user message: give it one"  # why no answer follows
+        self.fault = "a record without a user message; give it one"  # why no answer follows
         self._answers: list[dict[str, Any]] = []
         self._asked: list[Message] = []
         self._turns = self._messages()

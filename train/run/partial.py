@@ -148,10 +148,10 @@ def _difference(first: bytes, header: bytes) -> str:
         ours, theirs = json.loads(header), json.loads(first)
         unlike = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
     except (ValueError, TypeError, AttributeError):
-        return "has no header: remove it or change --output"
+        return "has no header; remove it or change --output"
     if "version" in unlike:
         return (
             "was made by another version of this program; finish it with that version or remove it"
         )
     shown = ", ".join(f"{name} {theirs.get(name)}" for name in unlike)
-    return f"was made with other flags ({shown}): repeat those or remove it"
+    return f"was made with other flags ({shown}); repeat those or remove it"

@@ -66,21 +66,21 @@ class PlanRequest(NamedTuple):
         breadth, vocab_size = self.shape.most_children, self.target.vocab_size
         rows, used = self.cache_rows, self.rows_used or 0
         faults = {
-            f"topology {name} has {chips} chips, and decoding uses one: name a machine of one, as "
+            f"topology {name} has {chips} chips, and decoding uses one; name a machine of one, as "
             f"h200:1, or add --mesh tensor={chips}": chips > 1 and not self.mesh,
             f"topology {name} has {chips} chip{'s' * (chips > 1)}, and decoding on this --mesh "
-            f"uses {uses}: name a machine of {uses}": self.mesh and chips != uses,
-            f"--weights {kind}: choose among {', '.join(FORMATS)}": kind not in FORMATS,
-            f"--weights fp8: {name} does not multiply it: use int8": (
+            f"uses {uses}; name a machine of {uses}": self.mesh and chips != uses,
+            f"--weights {kind}; choose among {', '.join(FORMATS)}": kind not in FORMATS,
+            f"--weights fp8: {name} does not multiply it; use int8": (
                 kind == "fp8" and self.machine.chip.compiler == "tpu"
             ),
-            f"--breadth {breadth} is more than the {vocab_size} tokens that can be drafted: choose "
+            f"--breadth {breadth} is more than the {vocab_size} tokens that can be drafted; choose "
             "a smaller one": breadth > vocab_size,
-            f"--tau {self.tau:g}: a round of {levels} levels commits at most {levels} tokens: "
+            f"--tau {self.tau:g}: a round of {levels} levels commits at most {levels} tokens; "
             "lower it, or raise --depth": self.tau > levels,
             f"a cache of {rows} rows is too small: a prompt of {self.prompt} tokens and a draft of "
-            f"{nodes} do not fit: raise --cache-rows": self.prompt > rows - nodes,
-            f"--rows-used {used} is more than the {rows} rows of the cache: lower it": used > rows,
+            f"{nodes} do not fit; raise --cache-rows": self.prompt > rows - nodes,
+            f"--rows-used {used} is more than the {rows} rows of the cache; lower it": used > rows,
         }
         if found := [message for message, is_fault in faults.items() if is_fault]:
             raise InputError(found[0])

@@ -119,7 +119,7 @@ def _rates(text: str) -> list[str]:
         try:
             positive(each[:-1]) if each.endswith("c") else above_zero(each.removesuffix("x"))
         except argparse.ArgumentTypeError:
-            line = f"{each!r} is no rate above 0: give requests/s, a share (0.5x) or clients (2c)"
+            line = f"{each!r} is no rate above 0; give requests/s, a share (0.5x) or clients (2c)"
             raise argparse.ArgumentTypeError(line) from None
     if not found:
         raise argparse.ArgumentTypeError("no rate; give requests/s, shares (0.5x) or clients (2c)")

@@ -128,9 +128,9 @@ class SplitServer:
             return _unauthorized()
         if self.limits.token is None and "origin" in websocket.headers:
             # A web page in a local browser could otherwise connect to this server.
-            return PlainTextResponse("no web page is let in: use infer.client\n", 403)
+            return PlainTextResponse("no web page is let in; use infer.client\n", 403)
         if len(self.connections) >= self.limits.max_clients:
-            return PlainTextResponse("too many clients: try again later\n", 503)
+            return PlainTextResponse("too many clients; try again later\n", 503)
         return None
 
     def _knows_token(self, connection: HTTPConnection) -> bool:
@@ -287,7 +287,7 @@ class Connection:
         if session and request.seq == session.reply.seq == session.request.seq:
             return await self._deliver(session.reply)
         if session is not None or self._opening is not None:
-            raise Refused("state", "Open came while a session is open: close that first")
+            raise Refused("state", "Open came while a session is open; close that first")
         await _cancelled(self._sending)
         self._opening = request.seq
         self._spawn(self._open_and_send(request))

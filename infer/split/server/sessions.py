@@ -235,7 +235,7 @@ class SlotQueue:
 
 
 def _draining() -> Refused:
-    return Refused("draining", "the server is shutting down: try another one, or try again later")
+    return Refused("draining", "the server is shutting down; try another one, or try again later")
 
 
 def encoded(seq: int, result: Reply, encoding: Encoding, more: bool) -> bytes:
