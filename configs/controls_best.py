@@ -3,7 +3,8 @@
     python -m train.grid --config configs/controls_best.py --report \\
         --done reports/matched.json
 
-Without `--report`, and with `--cells`, `--seeds` and `--learning-rates`, the same command trains
+The eagle3 cells read the draft vocabulary that `configs/controls.py` describes. Without
+`--report`, and with `--cells`, `--seeds` and `--learning-rates`, the same command trains
 runs that the report lacks; `configs/controls.py` describes how to generate the data. Since MoA
 gains by dropping the feature loss, two more cells are variants of EAGLE-2. `eagle2_even_losses`
 weights both losses equally, while EAGLE-2's authors weight the token loss by a tenth.

@@ -182,8 +182,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def numbers(text: str) -> list[float]:
-    """The numbers of a flag's comma-separated value."""
-    return [int(name) if name.isdecimal() else float(name) for name in names(text)]
+    """Type of a flag that takes numbers with commas between them."""
+    try:
+        return [int(name) if name.isdecimal() else float(name) for name in names(text)]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of numbers such as 1,2"
+        ) from error
 
 
 def _parser() -> argparse.ArgumentParser:

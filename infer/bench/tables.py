@@ -64,9 +64,9 @@ def number(value: Any, digits: int = 2) -> str:
     return "-" if value is None else str(value)
 
 
-def with_interval(value: float | None, bounds: Sequence[float] | None, digits: int = 2) -> str:
-    """A number, and in brackets its interval, if any, with `digits` decimals."""
-    return number(value) + ("" if bounds is None else f" ({numbers(bounds, digits, ' to ')})")
+def with_interval(value: float | None, bounds: Sequence[float] | None) -> str:
+    """A number, and in brackets its interval, if any."""
+    return number(value) + ("" if bounds is None else f" ({numbers(bounds, between=' to ')})")
 
 
 def quartiled(key: str, digits: int = 2) -> Callable[[Row], str]:

@@ -150,13 +150,6 @@ def matrices(params: Any) -> list[Matrix]:
     return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantised | Panels))
 
 
-def kernels(params: Any) -> list[Matrix]:
-    """The kernels (D, *outputs) of a parameter tree, whose products sum over axis 0."""
-    is_matrix = lambda leaf: isinstance(leaf, Quantised | Panels)
-    leaves = jax.tree.leaves_with_path(params, is_leaf=is_matrix)
-    return [leaf for path, leaf in leaves if _SUMMED.get(getattr(path[-1], "key", None)) == 0]
-
-
 # ---- products -----------------------------------------------------------------------------
 
 

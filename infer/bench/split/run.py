@@ -84,7 +84,7 @@ def measure(bench: SplitBench) -> dict[str, Any]:
         for after in args.outages:
             with proxied(ports, PROFILES["loopback"]) as proxies:
                 found["outages"] += measure_alone(bench, outages, proxies, after, bar)
-    mark = cut.mark(len(found["profiles"]), len(args.profiles), " networks")
+    mark = cut.mark(len(found["profiles"]), len(networks), " networks")
     if mark and not any(found.values()):
         sys.exit(cut.code)
     device = {"device_kind": jax.devices()[0].device_kind, "cores": os.cpu_count()}
