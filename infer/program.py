@@ -25,6 +25,8 @@ from moa_jax.version import __version__
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # the last two: 128 + signal, as in shells
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Refusals that only the system's owner can lift, whatever named the path.
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
 SECONDS_BETWEEN_LINES = 10.0
 LOWER_MEMORY = (
     "lower --slots, --batch, --cache-rows, --max-tokens or --max-new-tokens, or give --weights int8"
@@ -200,12 +202,14 @@ def refusal_of(error: BaseException, arguments: list[str] | None = None) -> str 
         return line
     if not isinstance(error, OSError):
         return None
-    path = None if error.filename is None else os.fsdecode(error.filename)
+    named = isinstance(error.filename, str | bytes | os.PathLike)
+    path = os.fsdecode(error.filename) if named else None
     if error.errno in DISK_FULL:
         where = "" if path is None else f"{path}: "
         return f"{where}{error.strerror}; make room, or choose another path"
     arguments = sys.argv[1:] if arguments is None else arguments
-    if path is None or not (path in streams.NAMES or _is_given(path, arguments)):
+    known = error.errno in REFUSED or path in streams.NAMES
+    if path is None or not (known or _is_given(path, arguments)):
         return None
     reason = str(error.strerror)
     return f"cannot open {path}: {reason[:1].lower()}{reason[1:]}; choose a path that can be used"
@@ -218,9 +222,12 @@ def _is_given(path: str, arguments: list[str]) -> bool:
     """
     found = Path(os.path.abspath(path))
     texts = {part for text in arguments for part in (text, *re.split("[=,]", text)) if part}
-    for given in (Path(os.path.abspath(os.path.expanduser(text))) for text in texts):
+    for text in texts:
+        given = Path(os.path.abspath(os.path.expanduser(text)))
+        is_path = "/" in text or bool(given.suffix)  # a word of a prompt is not
         for each in (found, *found.parents):
-            beside = each.parent == given.parent and each.name.lstrip(".").startswith(given.stem)
+            stem = each.name.lstrip(".").startswith(given.stem)
+            beside = is_path and stem and each.parent == given.parent
             if beside or each == given:
                 return True
         if found in given.parents:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import threading
 import time
@@ -239,10 +240,8 @@ class ProcessGroup:
         end = Failure(self.spec.process_id, f"process {process} has died", 1)
         try:
             peer.settimeout(HEARTBEAT_TIMEOUT_S)
-            with peer.makefile("rb") as lines:
-                for line in lines:
-                    self._handle(process, json.loads(line))
-                    peer.settimeout(HEARTBEAT_TIMEOUT_S)
+            for line in _lines(peer):
+                self._handle(process, json.loads(line))
         except TimeoutError:
             line = f"no sign of life for {HEARTBEAT_TIMEOUT_S:.0f} s; see whether it still runs"
             end = Failure(process, line, 1)
@@ -288,6 +287,25 @@ class ProcessGroup:
             with self._changed:
                 self._changed.wait_for(lambda: self._gone >= self._peers.keys(), EXIT_TIMEOUT_S)
         os._exit(code)
+
+
+def _lines(peer: socket.socket) -> Iterator[bytes]:
+    """Yields the lines of a socket; raises TimeoutError after HEARTBEAT_TIMEOUT_S of silence.
+
+    Silence is counted in short waits: a process that was suspended itself waits once more.
+    """
+    waiting, rest, silent_s = select.poll(), b"", 0.0
+    waiting.register(peer, select.POLLIN)
+    while silent_s < HEARTBEAT_TIMEOUT_S:
+        if not waiting.poll(1000 * HEARTBEAT_INTERVAL_S):
+            silent_s += HEARTBEAT_INTERVAL_S
+            continue
+        if not (data := peer.recv(1 << 16)):
+            return
+        silent_s = 0.0
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
+    raise TimeoutError
 
 
 def join(spec: ProcessSpec, timeout_s: int, say: Callable[[str], None]) -> ProcessGroup:

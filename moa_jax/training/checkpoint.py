@@ -45,7 +45,8 @@ DISK_FAULTS = [
     os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 ]
 # TensorStore's errors for missing or corrupt content, in checkpoints without a file list.
-CORRUPT = ("DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION: Error reading")
+CORRUPT = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION: Error reading")
+CORRUPT += ("_METADATA) does not exist",)  # Orbax's own
 OVERHEAD = 1 << 20  # bytes of a checkpoint besides its arrays
 
 
@@ -333,9 +334,12 @@ def _fault(folder: Path) -> str:
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
-        if error.errno != errno.EIO:  # such as network and permission errors
+        if error.errno != errno.EIO:  # such as permission errors
             raise
-        return f"{name}: {error.strerror}"
+        raise InputError(  # a network file system reports a lost connection in the same way
+            f"cannot read {folder / name}: {error.strerror}; try again, or move {folder} away to "
+            "go on from the checkpoint before"
+        ) from error
     return "" if _meta(folder) else "meta: missing or corrupt"
 
 
@@ -345,7 +349,7 @@ def _corruption(folder: Path, error: Exception) -> str:
     Raises any other error: a network, memory, sharding or version error is not damage.
     """
     cause = error.__cause__ or error
-    is_corrupt = any(word in str(cause) for word in CORRUPT)
+    is_corrupt = isinstance(cause, json.JSONDecodeError) or any(x in str(cause) for x in CORRUPT)
     if not is_corrupt or (folder / FILES).exists() or jax.process_count() > 1:
         raise error
     return first_line(cause)[:200]
