@@ -57,5 +57,8 @@ def as_json(content: Any) -> bytes:
 
 def shown(value: Any) -> str:
     """A value of a request as JSON for an error message, cut to 60 characters."""
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:  # some levels before that of the parser
+        text = "a value that is nested too deeply"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -157,7 +157,7 @@ def _read_sampling(value: msgspec.Struct, limits: MessageLimits) -> dict[str, fl
     return fields
 
 
-Name = Annotated[str, Meta(pattern="^[a-z0-9_]{1,64}$")]
+Name = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,64}\Z")]
 Seq = Annotated[int, Meta(ge=0, le=LARGEST)]
 LastSeq = Annotated[int, Meta(ge=-1, le=LARGEST)]
 Count = Annotated[int, Meta(ge=0, le=LARGEST), _at_most("max_tokens")]

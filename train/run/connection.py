@@ -48,13 +48,19 @@ def address_of(url: str) -> str:
         raise InputError("a URL with blanks or letters outside ASCII; write http://HOST:PORT")
     try:
         parts = httpx.URL(url)
-    except httpx.InvalidURL as error:
+        host = parts.host
+    except (httpx.InvalidURL, ValueError) as error:  # ValueError: of a name in punycode
         raise InputError(f"{url} is no URL ({error}); write http://HOST:PORT") from error
-    if parts.scheme not in ("http", "https") or not parts.host:
+    if parts.scheme not in ("http", "https") or not host:
         raise InputError(f"{url} is no URL of a server; write http://HOST:PORT or https://HOST")
     if parts.userinfo or parts.query or parts.fragment:
-        raise InputError(f"{parts.host}; give the URL alone, and a key with --api-key-file")
-    path = parts.path.rstrip("/").removesuffix("/v1")
+        raise InputError(
+            f"the URL of {host} has a user, a query or a fragment; give the URL alone, and "
+            "a key with --api-key-file"
+        )
+    if parts.port is not None and not 0 <= parts.port <= 65535:
+        raise InputError(f"{url} is no URL (port {parts.port}); write http://HOST:PORT")
+    path = parts.raw_path.decode().rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc.decode()}{path}"
 
 

@@ -514,6 +514,7 @@ class Engine:
             likely = logprobs.as_list(found, 0, new, task.request.top_logprobs)
             news = News([], prompt_logprobs=likely if task.num_scored else [None, *likely])
             task.num_scored = told + len(likely)
+            self._failures_in_a_row = 0  # a prompt that is scored alone has no call either
             if task.num_scored == length and not task.request.max_new_tokens:
                 self._end(task, news._replace(finish="length"))
             else:
