@@ -327,7 +327,7 @@ def ids_of(value: list[Any] | None, name: str, model: Model) -> tuple[int, ...]:
     for token in value:
         if not is_id(token, model.vocab_size):
             below = f"give token ids from 0 to below {model.vocab_size}"
-            raise bad(name, f"{name} holds {shown(token)}: {below}")
+            raise bad(name, f"{name} holds {shown(token)}; {below}")
     return tuple(value)
 
 

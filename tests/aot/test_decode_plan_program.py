@@ -191,7 +191,7 @@ DEMO = ["--shape", "moa_jax/demo/target"]
         ([*COMMAND, "--topology", "h100:1"], "h100:1"),
         ([*COMMAND, "--topology", "h200:8"], "has 8 chips, and decoding uses one"),
         ([*COMMAND, "--topology", "v5e:4x4"], "name a machine of one"),
-        ([*COMMAND, "--weights", "int3"], "--weights int3: .*bfloat16"),
+        ([*COMMAND, "--weights", "int3"], "--weights int3; .*bfloat16"),
         ([*COMMAND, "--mode", "tree"], "name the drafter with --drafter"),
         ([*COMMAND, "--mode", "chain", "--drafter", "configs/none.py"], "no such config file"),
         ([*COMMAND, "--mode", "chain", "--drafter", "moa_jax/demo/draft"], "belongs to another"),

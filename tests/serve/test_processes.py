@@ -365,7 +365,7 @@ def test_files_that_differ_are_named_before_anything_is_loaded(
         started(program, *flags)
     change(tmp_path / path)
     line = refusal(started, program, *flags)
-    assert re.fullmatch(rf"{name} is sha256 \w+ here and sha256 \w+ for process 0: .*", line)
+    assert re.fullmatch(rf"{name} is sha256 \w+ here and sha256 \w+ for process 0; .*", line)
 
 
 def test_a_kind_without_files_has_none_to_compare(started):

@@ -300,7 +300,7 @@ def test_each_side_reads_the_other_side_only():
 def test_another_version_is_told_from_a_broken_message():
     for version in (0, wire.VERSION - 1, wire.VERSION + 1, 255):
         with pytest.raises(
-            WrongVersion, match=rf"version {version}, .* version {wire.VERSION}:"
+            WrongVersion, match=rf"version {version}, .* version {wire.VERSION};"
         ) as error:
             decode_up(bytes((version,)) + encode(Close())[1:], LIMITS)
         assert error.value.theirs == version

@@ -380,7 +380,7 @@ def test_keys(ask, fake, tmp_path):
     (tmp_path / "wrong").write_text("sk-2\n")
     with pytest.raises(InputError, match="it wants a key; give one with --api-key-file"):
         ask(tmp_path / "a.jsonl", *LIMITED)
-    with pytest.raises(InputError, match="it refuses the key: .*no such key") as raised:
+    with pytest.raises(InputError, match="it refuses the key; .*no such key") as raised:
         ask(tmp_path / "a.jsonl", *LIMITED, "--api-key-file", str(tmp_path / "wrong"))
     assert "sk-2" not in str(raised.value) and not (tmp_path / "a.jsonl.partial").exists()
     ask(tmp_path / "a.jsonl", "--limit", "2", "--api-key-file", str(tmp_path / "key"))
@@ -388,7 +388,7 @@ def test_keys(ask, fake, tmp_path):
 
 def test_models(ask, fake, tmp_path):
     """The one that a server has needs no name, and no answer of another one is taken."""
-    with pytest.raises(InputError, match="has no model other but scripted: .* --model"):
+    with pytest.raises(InputError, match="has no model other but scripted; .* --model"):
         ask(tmp_path / "a.jsonl", "--model", "other")
     fake.models = [{"id": "one"}, {"id": "scripted"}]
     with pytest.raises(InputError, match="has not one model but one, scripted; name .* --model"):
