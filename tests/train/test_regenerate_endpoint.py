@@ -400,7 +400,7 @@ def test_models(ask, fake, tmp_path):
 
     fake.fault = change
     flags = (*LIMITED, "--concurrency", "1")
-    with pytest.raises(InputError, match="answers with the model one, and scripted was asked"):
+    with pytest.raises(InputError, match="answers with the model one instead of scripted"):
         ask(tmp_path / "a.jsonl", *flags, "--model", "scripted")
     fake.fault, fake.model = None, "one"
     with pytest.raises(InputError, match=r"made with other flags \(model scripted\)"):
