@@ -273,8 +273,7 @@ def test_processes_decode_together_in_training(tmp_path, small_target):
     alone = subprocess.run([*command, str(tmp_path / "alone")], **pipes)
     assert alone.returncode == 0, alone.stderr
     place = f"127.0.0.1:{free_port()}"
-    flags = [str(tmp_path / "both"), "--coordinator", place, "--processes", "2"]
-    command += ["--reads", "missing/file", "--process"]
+    flags = [str(tmp_path / "both"), "--coordinator", place, "--processes", "2", "--process"]
     pipes["env"] = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     both = [subprocess.Popen([*command, *flags, str(index)], **pipes) for index in range(2)]
     try:
