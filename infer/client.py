@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int | None:
         except Lost as error:
             start = "" if isinstance(error, Busy) else "start infer.server there, or "
             raise InputError(
-                f"--connect {args.connect}: {error}: {start}give --offline to have the drafter "
+                f"--connect {args.connect}: {error}; {start}give --offline to have the drafter "
                 "answer alone"
             ) from error
 

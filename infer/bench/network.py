@@ -39,6 +39,12 @@ class Profile:
     rate_mbit: float | None = None  # None: unlimited
     note: str = ""
 
+    def __post_init__(self) -> None:
+        if min(self.delay_ms, self.jitter_ms) < 0 or not 0 <= self.loss <= 1:
+            raise ValueError(f"{self}: delays must be at least 0, and loss between 0 and 1")
+        if self.rate_mbit is not None and self.rate_mbit <= 0:
+            raise ValueError(f"{self}: a rate must be above 0, or None for no limit")
+
     @property
     def round_trip_ms(self) -> float:
         """The time of a ping without jitter and queueing."""

@@ -241,7 +241,7 @@ def test_load_counts_what_it_drops(tokenizer, tmp_path):
     assert report.kept == 2 and report.full == 0 and report.rows == 1
     unknown, *others = report.dropped.items()
     assert "unknown style" in unknown[0] and unknown[1] == 2
-    assert {reason.split(":")[0]: n for reason, n in others} == {
+    assert {reason.split(";")[0]: n for reason, n in others} == {
         "a record without an answer": 1,
         "no answer within 32 tokens": 1,
     }
@@ -281,7 +281,7 @@ def test_load_ids_beside_messages(tokenizer, tmp_path, answers):
     np.testing.assert_equal(rows.tokens_BT[1][here[1]], encoded.tokens_T)
     np.testing.assert_equal(rows.response_BT[1][here[1]], encoded.response_T)
     assert (report.kept, report.full) == (3, 1)
-    assert {reason.split(":")[0]: count for reason, count in report.dropped.items()} == {
+    assert {reason.split(";")[0]: count for reason, count in report.dropped.items()} == {
         "no answer within 256 tokens": 2,
         "ids outside the vocabulary of 512": 1,
     }

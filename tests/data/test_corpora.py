@@ -121,7 +121,7 @@ def test_data_below_moa_data(tmp_path, monkeypatch):
         ),
         ("a.jsonl.gz", lines(), r"a\.jsonl\.gz cannot be read after line 0"),
         ("a.json", b"[{}, 3]", r"a\.json record 2 is not a JSON object"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl line 1 is not text in UTF-8: .*surrogate"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl line 1 is not text in UTF-8; .*surrogate"),
         ("a.jsonl", b"[" * 100000 + b"\n", r"a\.jsonl line 1 is not JSON in UTF-8"),
         ("a.json", b'[{}, {"text": "\\uDFFF"}]', r"a\.json record 2 is not text in UTF-8"),
         ("a.json", b"[{}", r"a\.json is not JSON"),

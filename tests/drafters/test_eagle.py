@@ -494,7 +494,7 @@ def test_the_converter_is_a_program_like_the_others(tmp_path, capsys, monkeypatc
     folders = [str(tmp_path), str(tmp_path / "new")]
     with pytest.raises(SystemExit) as stopped:
         run(unpickle.main, folders)
-    said = f"infer.peers.unpickle: {tmp_path} holds no pytorch_model*.bin: "
+    said = f"infer.peers.unpickle: {tmp_path} holds no pytorch_model*.bin; "
     assert stopped.value.code == 2 and capsys.readouterr().err.startswith(said)
     (tmp_path / "pytorch_model.bin").touch()
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)

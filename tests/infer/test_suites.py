@@ -83,7 +83,7 @@ def test_a_file_is_a_set_of_its_own_name(tmp_path):
         ({"question_id": 2}, ": a question without turns"),
         ({"question_id": 2, "turns": []}, ": a question without turns"),
         ({"question_id": 2, "turns": "Hi"}, ": a question without turns"),
-        ({"question_id": 2, "turns": ["Hi", " "]}, ": a turn that is empty"),
+        ({"question_id": 2, "turns": ["Hi", " "]}, ": a turn is empty"),
         (GOOD, ": question_id 1 is there twice"),
     ],
 )

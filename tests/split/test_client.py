@@ -185,7 +185,7 @@ def test_split_client_without_a_prompt_says_so(ask, monkeypatch):
 
 def test_split_client_says_what_a_server_refuses(ask, server, files):
     """Each in one line, and the server goes on."""
-    assert "does not know this token" in refused(ask(*IDS, "--token-file", files["wrong"]))
+    assert "rejects this token" in refused(ask(*IDS, "--token-file", files["wrong"]))
     wrong = f"ws://127.0.0.1:{server.port}/v2"
     assert "nothing answers there" in refused(ask(*IDS, url=wrong))
     long = ",".join(map(str, range(3, 43)))

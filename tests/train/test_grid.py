@@ -68,7 +68,7 @@ def test_rates_are_numbers_however_they_are_written(tmp_path, monkeypatch, capsy
     with pytest.raises(SystemExit):
         asked("1e-4,fast")
     assert (
-        "argument --learning-rates: invalid numbers value: '1e-4,fast'" in capsys.readouterr().err
+        "argument --learning-rates: '1e-4,fast' is not a list of numbers" in capsys.readouterr().err
     )
 
 
