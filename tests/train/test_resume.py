@@ -347,7 +347,7 @@ def test_a_disk_that_fills_up_in_a_save_loses_nothing(whole, copy):
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if "eval:" not in line]
     assert lines[-1].endswith(
-        "a checkpoint could not be written: File too large; whole ones: steps 8: "
+        "a checkpoint could not be written: File too large; whole ones: steps 8; "
         "make room and give the same command again"
     )
     assert "Traceback" not in done.stderr

@@ -86,7 +86,7 @@ def test_a_run_whose_checkpoints_have_no_place_is_refused_at_the_start(run, tmp_
 def test_other_closed_streams():
     for redirected, says in {
         f"infer.generate {' '.join(PLAIN)} --json >/dev/full": "stdout: No space left on device",
-        "infer.generate --version 1</dev/null": "stdout: Bad file descriptor",
+        "infer.generate --version 1</dev/null": "cannot open stdout: bad file descriptor",
         "infer.generate <&-": "the prompt is empty",
     }.items():
         done = shell(f"$PY -m {redirected}")
