@@ -406,7 +406,7 @@ def test_a_map_over_processes_keeps_the_order_and_reads_little_ahead():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "item, fault", [(13, "no luck"), (17, "a process of 2 .* ended, .* data.workers lower")]
+    "item, fault", [(13, "no luck"), (17, "a process of 2 .* ended, .*; lower data.workers")]
 )
 def test_what_fails_in_a_process_is_told(item, fault):
     with pytest.raises(InputError, match=fault):
