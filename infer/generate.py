@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         "--logprobs",
         type=int,
         metavar="K",
-        help="with --json: each token's log-probability, and those of the K likeliest tokens",
+        help="with --json: each token's log-probability, and those of the K most likely tokens",
     )
     group.add_argument(
         "--compare",

@@ -156,7 +156,7 @@ def add_draft_flags(parser: argparse.ArgumentParser, chooses: bool = True) -> No
     group.add_argument(
         "--sampled-drafts",
         action="store_true",
-        help="draw candidates from the drafter instead of its likeliest (chains, static trees)",
+        help="draw candidates from the drafter instead of its top-k (chains, static trees)",
     )
     add_vocabulary_flag(group)
 

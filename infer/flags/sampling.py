@@ -23,7 +23,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         "--min-p",
         type=float,
         default=0.0,
-        help="keep what is at least this likely, relative to the likeliest",
+        help="keep tokens at least this likely, relative to the most likely token",
     )
     group.add_argument(
         "--repetition-penalty",
@@ -64,7 +64,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 def add_law_flags(group: Any) -> None:
     """Add --temperature, --top-k and --top-p."""
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    group.add_argument("--top-k", type=int, default=0, help="keep the k likeliest; 0 keeps all")
+    group.add_argument(
+        "--top-k", type=int, default=0, help="keep the k most likely tokens; 0 keeps all"
+    )
     group.add_argument("--top-p", type=float, default=1.0, help="keep this much probability")
 
 

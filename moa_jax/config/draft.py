@@ -38,7 +38,7 @@ class DraftShape:
         if self.sampled and self.is_dynamic:
             raise InputError(
                 "sampled candidates of a dynamic tree would be chosen by their luck, which "
-                "changes the law; use a chain or a static tree, or the likeliest candidates"
+                "changes the distribution; use a chain or a static tree, or top-k candidates"
             )
         if self.paths:
             self._check_paths()

@@ -45,7 +45,7 @@ def check(count: int | None, vocab_size: int) -> None:
     """Raises InputError for a number of top tokens that is not supported."""
     if count is not None and not 0 <= count <= min(MOST, vocab_size):
         raise InputError(
-            f"{count} likeliest tokens; choose from 0 to {min(MOST, vocab_size)}, or none at all"
+            f"{count} top tokens; choose from 0 to {min(MOST, vocab_size)}, or none at all"
         )
 
 

@@ -104,4 +104,4 @@ def test_without_them_nothing_is_kept(pair):
 def test_too_many_are_one_line(pair):
     for count in (-1, logprobs.MOST + 1):
         line = refusal(Session, pair.target, top_logprobs=count)
-        assert line == f"{count} likeliest tokens; choose from 0 to 20, or none at all"
+        assert line == f"{count} top tokens; choose from 0 to 20, or none at all"

@@ -317,7 +317,7 @@ def test_a_prompt_alone_is_decoded_as_its_row():
         (["--prompt-ids", "5", "--cache-rows", "36"], "a cache of 128 rows is too small"),
         (["--prompt-ids", "5", "--batch", "2"], "--batch 2 is for --json"),
         (["--prompt-ids", "5", "--logprobs", "2"], "--logprobs 2 is for --json"),
-        (["--prompt-ids", "5", "--json", "--logprobs", "21"], "21 likeliest tokens; choose from 0"),
+        (["--prompt-ids", "5", "--json", "--logprobs", "21"], "21 top tokens; choose from 0"),
         (["--prompt-ids", "5", "--presence-penalty", "3"], "presence_penalty is 3.0; choose from"),
         (["--prompt-ids", "5", "--stop-ids", "2,300"], "--stop-ids names the id 300"),
         (["--prompt-ids", "5", "--stop-ids", "-1"], "--stop-ids names the id -1"),
