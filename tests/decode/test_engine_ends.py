@@ -103,7 +103,7 @@ def test_those_who_come_together_find_room_together():
         (Request((1,) * 300, 11, ()), "positions"),
         (Request((1,), 0, ()), "at least 1"),
         (Request((1,), 3, tuple(range(65))), "65 stop ids"),
-        (Request((1,), 3, (), top_logprobs=21), "21 likeliest"),
+        (Request((1,), 3, (), top_logprobs=21), "21 top tokens"),
         (Request((1,), 3, (), Sampling(logit_bias=((64, 1.0),))), "id 64 of 64"),
     ],
 )

@@ -168,7 +168,7 @@ def test_what_cannot_be_asked_is_refused(engine):
         (replace(asking((5,), 3), top_logprobs=None), "prompt_logprobs without top_logprobs"),
         (Request((5,), 0, (), top_logprobs=2), "ask for at least 1"),
         (asking((5,), -1), "ask for at least 1"),
-        (asking((5,), 0, top=21), "21 likeliest"),
+        (asking((5,), 0, top=21), "21 top tokens"),
         (asking((5,) * engine.max_tokens, 0), "1 are to follow, but an answer with its prompt"),
     ]:
         with pytest.raises(InputError, match=message):
