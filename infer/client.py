@@ -29,15 +29,15 @@ from infer.split.client.answering import SplitClient
 from infer.split.client.figures import figures_of, timed
 from infer.split.client.flags import add_pace_flags, add_row_flags
 from infer.split.client.state import AnswerEvent, ClientOptions, Policy
-from infer.split.link import Busy, Lost, ServerAddress, check_url
+from infer.split.link import ServerBusy, ConnectionLost, ServerAddress, check_url
 from moa_jax.config import DraftShape
 from moa_jax.decode.programs import bucket
-from moa_jax.decode.room import Room, prompt_ids_of
+from moa_jax.decode.room import CacheLimits, prompt_ids_of
 from moa_jax.decode.session import row_of
 from moa_jax.decode.text import GrowingText, Writer
 from moa_jax.errors import InputError
 from moa_jax.pretrained import Target
-from moa_jax.split.half import DraftHalf
+from moa_jax.split.half import ClientDrafter
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.wire import Welcome, sampling_fields
 
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     for index, prompt in enumerate(prompts):
         _check(prompt, index, args.max_new_tokens, target)
     most = max(map(len, prompts)) + args.max_new_tokens
-    half = DraftHalf(target, drafter, max_tokens=bucket(most))
+    half = ClientDrafter(target, drafter, max_tokens=bucket(most))
     _check_drafter(args, half)
     server = None
     if not args.offline:
@@ -85,8 +85,8 @@ def main(arguments: list[str] | None = None) -> int | None:
             with GrowingDocument(_settings(args), prompts) as document:
                 output = _Output(writer, args.stop, document)
                 return asyncio.run(_answer_all(answering, job, output))
-        except Lost as error:
-            start = "" if isinstance(error, Busy) else "start infer.server there, or "
+        except ConnectionLost as error:
+            start = "" if isinstance(error, ServerBusy) else "start infer.server there, or "
             raise InputError(
                 f"--connect {args.connect}: {error}; {start}give --offline to have the drafter "
                 "answer alone"
@@ -186,14 +186,14 @@ def _check(prompt: list[int], index: int, new: int, target: Target) -> None:
     """Raises InputError for invalid ids, and for a prompt too long for the target's positions."""
     positions, vocab_size = target.config.max_position_embeddings, target.config.vocab_size
     prompt_ids_of(index, prompt, vocab_size)
-    Room(positions).check(index, len(prompt), new)
+    CacheLimits(positions).check(index, len(prompt), new)
 
 
-def _check_drafter(args: argparse.Namespace, half: DraftHalf) -> None:
+def _check_drafter(args: argparse.Namespace, half: ClientDrafter) -> None:
     """Raises InputError for a mode that this drafter does not support."""
     if args.offline and args.mode == "stream":
         raise InputError("--mode stream needs the target, which --offline leaves out")
-    if half.functions.go_on is None and (args.offline or args.mode == "chain"):
+    if half.functions.draft_one is None and (args.offline or args.mode == "chain"):
         flag = "--offline" if args.offline else "--mode chain"
         raise InputError(f"{flag}: this drafter cannot write token by token; name another --draft")
 

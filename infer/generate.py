@@ -22,7 +22,7 @@ import jax
 from infer.bench.compare import bundled_questions, compare_in_turns
 from infer.documents import GrowingDocument
 from infer.flags import cluster
-from infer.flags.alike import check_alike
+from infer.flags.alike import check_same_flags
 from infer.flags.auto import fill, fill_meanwhile
 from infer.flags.pair import (
     add_cache_flag,
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int | None:
 
 
 def _generate(args: argparse.Namespace, sampling: Sampling) -> int | None:
-    check_alike(args)
+    check_same_flags(args)
     target, drafter = load_pair(args)
     check_stop_ids(args.stop_ids, target.config.vocab_size)
     writer = Writer(tokenizer_of(target.folder))

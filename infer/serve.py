@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from infer.flags import cluster
-from infer.flags.alike import check_alike
+from infer.flags.alike import check_same_flags
 from infer.flags.auto import costs_of, ways_of
 from infer.flags.pair import (
     AUTO,
@@ -49,7 +49,7 @@ from infer.openai.app import OpenAIServer, ServingLimits
 from infer.openai.metrics import ServingMetrics
 from infer.openai.model import Model
 from infer.program import Parser, positive, run, utf8, whole
-from moa_jax.decode.background import leave
+from moa_jax.decode.background import exit_now
 from moa_jax.decode.engine import Engine
 from moa_jax.decode.engine.group import Group, LeaderDied, follow
 from moa_jax.decode.engine.group import gather as group_of
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     # while the server's thread runs.
     sys.setswitchinterval(SECONDS_TO_SWITCH)
     with cluster.joined(args, parser.prog) as processes:
-        check_alike(args)
+        check_same_flags(args)
         if not multihost.is_first():
             return _follow(args, processes)
         group = group_of(processes.fail) if multihost.count() > 1 else None
@@ -95,8 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
             group.close()
             group.wait(SECONDS_TO_END)
             processes.say_goodbye()
-            leave(code)
-    engine.session.background.leave(code)  # does not wait for background compilation
+            exit_now(code)
+    engine.session.background.exit_now(code)  # does not wait for background compilation
     return code
 
 
@@ -111,7 +111,7 @@ def _follow(args: argparse.Namespace, processes: multihost.ProcessGroup) -> NoRe
     except LeaderDied as error:
         processes.fail(str(error), lost=0)
     processes.say_goodbye()
-    leave(0)
+    exit_now(0)
 
 
 def _abandon(engine: Engine, server: OpenAIServer, line: str) -> None:

@@ -40,7 +40,7 @@ from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.text import detokenizer_of
 from moa_jax.errors import InputError
 from moa_jax.split.pairing import pairing_of
-from moa_jax.split.slots import PassSize, Slots
+from moa_jax.split.slots import PassSize, TargetSlots
 
 USUAL = 16  # nodes: enough for most drafts, such as chains of the default lengths
 SECRET = "--token-file"
@@ -171,7 +171,7 @@ def _load(
     target, drafter = load_pair(args, split=True)
     positions = target.config.max_position_embeddings
     limits = dataclasses.replace(limits, max_tokens=min(limits.max_tokens, positions))
-    slots = Slots(
+    slots = TargetSlots(
         target,
         drafter,
         num_slots=limits.num_slots,
@@ -197,7 +197,7 @@ def _load(
     return server, functools.partial(_compile, slots, later, log)
 
 
-async def _compile(slots: Slots, passes: Sequence[PassSize], log: Log) -> None:
+async def _compile(slots: TargetSlots, passes: Sequence[PassSize], log: Log) -> None:
     """Compiles programs for more pass sizes, until then padded; only logs a failure."""
     for size in passes:
         try:

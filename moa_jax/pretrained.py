@@ -372,7 +372,7 @@ def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: Loa
             f"{target.folder.name}: a client's part is made of safetensors; write the GGUF file as "
             "a folder with infer.convert --target FILE.gguf --output DIR first"
         )
-    places, _ = _borrowed(target, functions_of(drafter, target.config).borrow)
+    places, _ = _borrowed(target, functions_of(drafter, target.config).shared_params)
     used = {path: table[path] for path in places}
     _open_target(target, used)
     with replacing(folder, parts.MARK, parts.PAIR, parts.STALE) as fresh:

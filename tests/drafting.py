@@ -18,7 +18,7 @@ from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Objective, Sampling
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS
-from moa_jax.drafters.api import Drafter, Guide
+from moa_jax.drafters.api import Drafter, CandidateSampler
 from moa_jax.model import convert
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.training.distillation import tap
@@ -78,7 +78,7 @@ def loss_and_gradient(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The parts of the training loss, and its gradient by the names of files."""
     functions = make(target, drafter, objective or Objective())
-    shared = functions.borrow(target.params)
+    shared = functions.shared_params(target.params)
 
     def loss(params: Any, batch: Batch) -> Any:
         tapped = tap(target.config, functions, target.params, batch, jnp.float32)
@@ -135,7 +135,7 @@ def assert_drafting_equals_training(
     for row, prompt in zip(tokens_BT, prompts, strict=True):
         row[: len(prompt)] = prompt
     root_B = jnp.asarray(tokens_BT[np.arange(B), length_B])
-    shared = functions.borrow(target.params)
+    shared = functions.shared_params(target.params)
 
     @jax.jit
     def drafted(tokens_BT):
@@ -143,17 +143,17 @@ def assert_drafting_equals_training(
         tapped = tap(target.config, functions, target.params, batch, jnp.float32)
         cache = functions.init_cache(B, T + depth, jnp.float32)
         zero_B = jnp.zeros(B, jnp.int32)
-        digest = functions.digest(drafter.params, zero_B, tapped)
+        digest = functions.condense(drafter.params, zero_B, tapped)
         for leaf in jax.tree.leaves(digest):
             assert (leaf.shape[0], leaf.shape[-2]) == (B, T)
         cache = functions.extend(drafter.params, shared, cache, tokens_BT, zero_B, digest)
         alone_BJV = None
-        if functions.go_on is not None:
+        if functions.draft_one is not None:
             given = (drafter.params, shared, cache, root_B, length_B)
             alone_BJV = _alone(functions, *given, depth - 1)
         seen = []
         law = lambda logits_BWV, _: seen.append(logits_BWV) or logits_BWV
-        guide = Guide(law, None, None, vocab_size)
+        guide = CandidateSampler(law, None, None, vocab_size)
         rest = (root_B, jnp.asarray(length_B), DraftShape(depth), guide)
         tree, _ = functions.propose(drafter.params, shared, cache, *rest)
         return tree.tokens_BN, jnp.concatenate(seen, axis=1), alone_BJV

@@ -50,9 +50,9 @@ from moa_jax.version import __version__
 from train.run import target_cache
 from train.run.decoding import make_decode, prompts_to_decode
 from train.run.frequent import frequent_in
-from train.run.loop import Figures, Job, check, fit
+from train.run.loop import Figures, TrainJob, check, fit
 from train.run.settings import config_parser, parse_config
-from train.run.target_cache import CacheFlags, ReadParts, filled, opened
+from train.run.target_cache import CacheFlags, ReadParts, build_cache, open_cache
 from train.run.warm_start import start_hash, warm_params
 
 
@@ -70,7 +70,7 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     program = make_train_step(config, described.config, mesh)
     check(config)
     if multihost.is_first():
-        for line in (*described.notices, *filter(None, [trap(config)])):
+        for line in (*described.notices, *filter(None, [warn_unused_feature_loss(config)])):
             print(f"train.distill: {line}", file=sys.stderr)
     check_directory(config)
     multihost.on_first(lambda: check_replaceable(Path(config.output)))
@@ -89,11 +89,11 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
         facts |= {"target over fsdp": program.target_place, "first weights": start_hash(config)}
     multihost.check_same(facts, "run")
     prompts = prompts_to_decode(config, described, validation)
-    cache = None if flags is None else opened(flags, config, described, train)
+    cache = None if flags is None else open_cache(flags, config, described, train)
     dtype = jnp.dtype(config.run.dtype)
     target = load_target(config.target, dtype, layers="stacked", sharding=program.frozen_at)
     with jax.set_mesh(mesh):
-        kept = cache and filled(cache, flags, config, target, train, mesh)
+        kept = cache and build_cache(cache, flags, config, target, train, mesh)
         decode = make_decode(config, target, prompts, mesh) if prompts else None
         data, rest = (train, validation), {"kept": kept, "warm": warm, "decode": decode}
         params = fit(_job(config, program, target, *data, **rest), target.params)
@@ -106,7 +106,7 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     return True
 
 
-def trap(config: DistillConfig) -> str | None:
+def warn_unused_feature_loss(config: DistillConfig) -> str | None:
     """A warning if no loss trains the features that an EAGLE drafter feeds back, else None."""
     feeds_itself = isinstance(config.drafter, EagleConfig) and config.feedback.steps == 1
     if not feeds_itself or config.loss.feature_weight:
@@ -181,7 +181,7 @@ def _job(
     kept: ReadParts | None,
     warm: Params | None,
     decode: Callable[[Params], Figures] | None,
-) -> Job:
+) -> TrainJob:
     key = jax.random.key(config.run.seed)
     shardings = (program.state_sharding, None)
 
@@ -189,7 +189,7 @@ def _job(
         state = jax.jit(program.init, out_shardings=program.state_sharding)(key)
         return state if warm is None else state._replace(params=warm)
 
-    return Job(
+    return TrainJob(
         config=config,
         start=start,
         starts_trained=config.init_from is not None,

@@ -28,7 +28,7 @@ from moa_jax.pretrained import save_target
 from moa_jax.training.checkpoint import check_directory
 from moa_jax.training.optim import optimizer
 from moa_jax.training.update import abstract, init_state, make_update
-from train.run.loop import Job, check, fit
+from train.run.loop import TrainJob, check, fit
 from train.run.settings import config_parser, parse_config
 
 
@@ -48,7 +48,7 @@ def pretrain(config: PretrainConfig) -> None:
     optim, tx, key = config.optim, optimizer(config.optim), jax.random.key(config.run.seed)
     update = make_update(loss, tx, config.run.seed, optim.total_steps, optim.accumulate)
     start = lambda: init_state(llama.init(config.target, key), tx)
-    job = Job(
+    job = TrainJob(
         config=config,
         start=start,
         abstract=abstract(jax.eval_shape(start), SingleDeviceSharding(jax.devices()[0])),

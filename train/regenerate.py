@@ -58,7 +58,7 @@ from moa_jax.data.report import RecordTally, unread_lines
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.auto import PLAIN
 from moa_jax.decode.engine import Engine
-from moa_jax.decode.room import Room
+from moa_jax.decode.room import CacheLimits
 from moa_jax.errors import InputError
 from moa_jax.files.places import check_folder, check_links
 from moa_jax.pretrained import Target, default_dtype, describe_target
@@ -161,7 +161,7 @@ def _records(args: argparse.Namespace) -> Iterator[tuple[int, Found]]:
 
 def _check_lengths(args: argparse.Namespace, target: Target) -> None:
     positions = target.config.max_position_embeddings
-    if args.max_new_tokens > Room(positions).behind(args.max_prompt):
+    if args.max_new_tokens > CacheLimits(positions).max_new_tokens(args.max_prompt):
         raise InputError(
             f"--max-prompt {args.max_prompt} and --max-new-tokens {args.max_new_tokens} need more "
             f"than the target's {positions} positions; lower one of the two"

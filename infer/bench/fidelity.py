@@ -113,7 +113,7 @@ def top_logits(logits_TV: Array, count: int) -> TopLogits:
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(cfg: TargetConfig, params: Any, tokens_1T: Array) -> Array:
     T = tokens_1T.shape[1]
-    context = llama.Context(jnp.arange(T)[None], masks.line(T))
+    context = llama.Context(jnp.arange(T)[None], masks.causal_tree(T))
     return llama.unembed(params, llama.forward(cfg, params, tokens_1T, context).hidden_BTD)[0]
 
 

@@ -29,7 +29,7 @@ from infer.bench.traffic import bytes_read
 from moa_jax.decode import step
 from moa_jax.decode.programs import chunks_of, compile_lowered
 from moa_jax.decode.session import GREEDY, Session
-from moa_jax.decode.state import DecodeState, Setup, Weights
+from moa_jax.decode.state import DecodeState, StaticConfig, Weights
 from moa_jax.drafters.api import chain
 from moa_jax.runtime.precision import matmul_precision
 
@@ -51,19 +51,21 @@ def measure(
     `rounds` is the batch's number of rounds, and `bandwidth` is in bytes/s. The decode loop runs
     under a transfer guard: transfers between host and device raise an error.
     """
-    state, limits, law, _ = session.start(prompts, max_new_tokens, stop_ids, GREEDY)
+    state, limits, batch_sampling, _ = session.start(prompts, max_new_tokens, stop_ids, GREEDY)
     lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
-    costs = {"prefill": (prefill_ms / 1e3, _prefill_bytes(session, state, lengths_B, law))}
-    decode = session.loop(state, limits, law)
+    costs = {
+        "prefill": (prefill_ms / 1e3, _prefill_bytes(session, state, lengths_B, batch_sampling))
+    }
+    decode = session.loop(state, limits, batch_sampling)
     half_way = limits._replace(pause=jnp.int32(max(rounds // 2, 1)))
     jax.block_until_ready(state)
     with jax.transfer_guard("disallow_explicit"):
-        state = jax.block_until_ready(decode(session.weights, state, half_way, law))
-    state, measured = _phases(session, state, limits, law)
-    done = state._replace(now=state.now._replace(done_B=jnp.ones_like(state.now.done_B)))
+        state = jax.block_until_ready(decode(session.weights, state, half_way, batch_sampling))
+    state, measured = _phases(session, state, limits, batch_sampling)
+    done = state._replace(round=state.round._replace(done_B=jnp.ones_like(state.round.done_B)))
     host_s = []
     for _ in range(20):
-        seconds, done = _clocked(decode, session.weights, done, limits, law)
+        seconds, done = _clocked(decode, session.weights, done, limits, batch_sampling)
         host_s.append(seconds)
     return {
         "phases": {
@@ -79,16 +81,18 @@ def measure(
     }
 
 
-def _prefill_bytes(session: Session, state: DecodeState, lengths_B: np.ndarray, law: Any) -> int:
+def _prefill_bytes(
+    session: Session, state: DecodeState, lengths_B: np.ndarray, batch_sampling: Any
+) -> int:
     """Bytes read by prefill: weights and caches once per chunk, and the head once."""
-    held = (session.weights, state.now)
+    held = (session.weights, state.round)
     hidden_BD = jnp.zeros((len(lengths_B), session.target.config.block.hidden_size))
 
     def read(chunk: int, held: Any) -> Any:
         return step.read_chunk(session.setup, *held, state.tokens_BC, lengths_B, chunk)[:2]
 
     def choose(weights: Weights) -> Any:
-        return step.choose_after(weights, state.now, hidden_BD, law)
+        return step.choose_after(weights, state.round, hidden_BD, batch_sampling)
 
     chunks = Counter(chunks_of(int(lengths_B.max()), session.chunks(len(lengths_B))))
     return bytes_read(choose, session.weights) + sum(
@@ -97,53 +101,53 @@ def _prefill_bytes(session: Session, state: DecodeState, lengths_B: np.ndarray, 
 
 
 def _phases(
-    session: Session, state: DecodeState, limits: Any, law: Any
+    session: Session, state: DecodeState, limits: Any, batch_sampling: Any
 ) -> tuple[DecodeState, dict[str, tuple[float, int]]]:
     """Seconds and bytes per phase; each phase runs on the previous phase's outputs.
 
     Caches are donated from call to call, so memory use does not grow.
     """
     timed = functools.partial(_timed, session.setup, session.weights)
-    caches, cache = state.now.target_caches, state.now.draft_cache
+    caches, cache = state.round.target_caches, state.round.draft_cache
     fixed, phases = with_caches(state, (), None), {}
     tree = chain(state.root_B[:, None])
     if cache is not None:
-        phases["draft"], cache, tree = timed(_draft, cache, (fixed, law))
-    verify = timed(_verify, caches, (fixed, limits, law, tree))
+        phases["draft"], cache, tree = timed(_draft, cache, (fixed, batch_sampling))
+    verify = timed(_verify, caches, (fixed, limits, batch_sampling, tree))
     phases["verify"], caches, (_, tokens_BD, tapped) = verify
     if cache is not None:
-        read = (fixed.now.length_B, tokens_BD, tapped)
+        read = (fixed.round.length_B, tokens_BD, tapped)
         phases["extend"], cache, _ = timed(_extend, cache, read)
     return with_caches(state, caches, cache), phases
 
 
 def with_caches(state: DecodeState, target_caches: Any, draft_cache: Any) -> DecodeState:
     """The state with other caches."""
-    now = state.now._replace(target_caches=target_caches, draft_cache=draft_cache)
-    return state._replace(now=now)
+    round_state = state.round._replace(target_caches=target_caches, draft_cache=draft_cache)
+    return state._replace(round=round_state)
 
 
 # ---- one iteration per phase: returns the caches that it writes, and its other outputs ----
 
 
-def _draft(setup: Setup, weights: Weights, read: Any, cache: Any) -> tuple[Any, Any]:
-    state, law = read
-    now = state.now._replace(draft_cache=cache)
-    tree, cache = step.propose(setup, weights, now, law, state.root_B)
+def _draft(setup: StaticConfig, weights: Weights, read: Any, cache: Any) -> tuple[Any, Any]:
+    state, batch_sampling = read
+    round_state = state.round._replace(draft_cache=cache)
+    tree, cache = step.propose(setup, weights, round_state, batch_sampling, state.root_B)
     return cache, jax.tree.map(jnp.asarray, tree)
 
 
-def _verify(setup: Setup, weights: Weights, read: Any, caches: Any) -> tuple[Any, Any]:
-    state, limits, law, tree = read
-    now = state.now._replace(target_caches=caches)
-    found = step.verify_tree(setup, weights, now, law, tree)
+def _verify(setup: StaticConfig, weights: Weights, read: Any, caches: Any) -> tuple[Any, Any]:
+    state, limits, batch_sampling, tree = read
+    round_state = state.round._replace(target_caches=caches)
+    found = step.verify_tree(setup, weights, round_state, batch_sampling, tree)
     done = step.record(state, tree, found, limits)
-    tokens_BD = jnp.take_along_axis(tree.tokens_BN, found.verdict.path_BD, axis=1)
-    committed = (done.tokens_BC, done.now.length_B, done.now.done_B, done.drafted_BR)
+    tokens_BD = jnp.take_along_axis(tree.tokens_BN, found.result.path_BD, axis=1)
+    committed = (done.tokens_BC, done.round.length_B, done.round.done_B, done.drafted_BR)
     return found.caches, (committed, tokens_BD, found.tapped)
 
 
-def _extend(setup: Setup, weights: Weights, read: Any, cache: Any) -> tuple[Any, Any]:
+def _extend(setup: StaticConfig, weights: Weights, read: Any, cache: Any) -> tuple[Any, Any]:
     length_B, tokens_BD, tapped = read
     return step.extend(setup, weights, cache, tokens_BD, length_B, tapped), None
 
@@ -152,7 +156,7 @@ def _extend(setup: Setup, weights: Weights, read: Any, cache: Any) -> tuple[Any,
 
 
 def _timed(
-    setup: Setup, weights: Weights, phase: Callable[..., Any], caches: Any, read: Any
+    setup: StaticConfig, weights: Weights, phase: Callable[..., Any], caches: Any, read: Any
 ) -> tuple[tuple[float, int], Any, Any]:
     """Seconds and bytes of a phase, its final caches, and its other outputs.
 
@@ -167,8 +171,8 @@ def _timed(
         blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
         def again(_: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            (caches, _), now = lax.optimization_barrier((carry, read))
-            return turn(weights, now, caches)
+            (caches, _), round_state = lax.optimization_barrier((carry, read))
+            return turn(weights, round_state, caches)
 
         return lax.fori_loop(0, count, again, (caches, blank))
 

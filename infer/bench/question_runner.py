@@ -13,7 +13,7 @@ from moa_jax import Result, Session
 from moa_jax.config import Sampling
 from moa_jax.data import chat
 from moa_jax.decode.exactness import compare
-from moa_jax.decode.room import Room
+from moa_jax.decode.room import CacheLimits
 from moa_jax.decode.session import StopWhen, row_of
 from moa_jax.decode.text import before_stop, detokenizer_of
 from moa_jax.measure.turns import rotated
@@ -60,7 +60,7 @@ class QuestionRunner(NamedTuple):
         """New tokens that every candidate can generate after a prompt; 0 for a long prompt."""
         draft_rows = max(candidate.session.shape.num_rows for candidate in self.candidates)
         positions = self.target.config.max_position_embeddings
-        room = Room(positions, self.cache_rows, draft_rows).behind(len(prompt))
+        room = CacheLimits(positions, self.cache_rows, draft_rows).max_new_tokens(len(prompt))
         return min(room, self.max_new_tokens) if room >= SHORTEST else 0
 
     def first_prompt(self, question: Question) -> list[int]:

@@ -19,7 +19,7 @@ SETTINGS = ("generation_config.json", *TOKENIZER_PATTERNS)  # files of a target,
 SHOWN = 12  # hexadecimal digits of a hash
 
 
-def check_alike(args: argparse.Namespace) -> None:
+def check_same_flags(args: argparse.Namespace) -> None:
     """Raises InputError if a process has other flags, files or versions than process 0.
 
     Weights are compared by samples, all other files by every byte. Also raises InputError for

@@ -91,7 +91,7 @@ def _lacks(session: Session, batch: int) -> bool:
 
 
 def _measure(session: Session, batch: int, *go_on: Callable[[], bool]) -> None:
-    rows = session.room.rows(PROMPT + NEW)
+    rows = session.room.rows_for(PROMPT + NEW)
     for way, ms in price(session, batch, *go_on).items():
         session.costs.put(batch, priced_as(way) or way, ms, rows)
 

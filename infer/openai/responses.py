@@ -11,7 +11,7 @@ from typing import Any
 from infer.openai.errors import as_json
 from infer.openai.streams import Choice, Delta, RequestStream
 from infer.openai.tokens import TokenTexts
-from moa_jax.decode.logprobs import Likely
+from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.version import __version__
 
 DONE = b"data: [DONE]\n\n"
@@ -130,7 +130,7 @@ class Replies:
             "text_offset": [offset for _, _, offset in delta.scored],
         }
 
-    def _top_and_chosen(self, token: int, likely: Likely) -> dict[str, float]:
+    def _top_and_chosen(self, token: int, likely: TokenLogprob) -> dict[str, float]:
         """Log-probabilities of the top tokens and the chosen token, by text."""
         pairs = (*self._top(likely), (token, likely.logprob))
         return {self._text_of(other): _finite(logprob) for other, logprob in pairs}
@@ -138,7 +138,7 @@ class Replies:
     def _text_of(self, token: int) -> str:
         return self._token_texts(token)[0]
 
-    def _top(self, likely: Likely) -> list[tuple[int, float]]:
+    def _top(self, likely: TokenLogprob) -> list[tuple[int, float]]:
         return likely.top[: self._request.top_logprobs or 0]
 
 

@@ -22,7 +22,7 @@ from infer.openai.metrics import ServingMetrics
 from infer.openai.model import Model
 from infer.openai.requests import GenerationRequest
 from moa_jax.decode.engine import Closed, Engine, Full, News, Request, Ticket
-from moa_jax.decode.logprobs import Likely
+from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.decode.session import row_of
 from moa_jax.decode.text import GrowingText
 from moa_jax.errors import InputError
@@ -32,7 +32,7 @@ class ScoredToken(NamedTuple):
     """A token of an answer, or of the prompt before it, with its log-probability."""
 
     token: int
-    likely: Likely | None  # None for the first token of a prompt
+    likely: TokenLogprob | None  # None for the first token of a prompt
     offset: int  # of the token in the text
 
 
@@ -110,7 +110,7 @@ class Choice:
             self._end(news.finish, None)
             self._stream.fail(news)
 
-    def _echo(self, likely: Sequence[Likely | None]) -> None:
+    def _echo(self, likely: Sequence[TokenLogprob | None]) -> None:
         """Adds the next tokens of the prompt, their log-probabilities and their text."""
         prompt, begin = self._echoed, self._num_scored
         end = begin + len(likely)

@@ -27,15 +27,15 @@ UNAUTHORIZED, FORBIDDEN, NOT_FOUND = 401, 403, 404
 LAST_WORDS = 0.2  # seconds to wait for the Fault of a closed connection
 
 
-class Lost(Exception):
+class ConnectionLost(Exception):
     """The connection failed or could not be opened."""
 
 
-class Busy(Lost):
+class ServerBusy(ConnectionLost):
     """The server has no free slot, or is shutting down."""
 
 
-class Denied(InputError):
+class Refused(InputError):
     """The server refuses this client for a permanent reason."""
 
     def __init__(self, code: str, text: str) -> None:
@@ -43,7 +43,7 @@ class Denied(InputError):
         super().__init__(text)
 
 
-class Gone(Exception):
+class SessionExpired(Exception):
     """The server no longer has the session, or its state differs from the client's."""
 
 
@@ -131,20 +131,20 @@ class Link:
             async with asyncio.timeout(max(patience, self._server.timeout)):
                 data = await self._next()
         except (websockets.ConnectionClosed, OSError, TimeoutError) as error:
-            raise Lost(_as_line(error)) from error
+            raise ConnectionLost(_as_line(error)) from error
         self._traffic.bytes_down += len(data)
         try:
             message = wire.decode_down(data, self._limits)
         except wire.WrongVersion as error:
             if self._traffic.round_trip_s is None:  # no server has sent a Welcome yet
-                raise Denied("version", str(error)) from error
-            raise Lost(f"the server sent a damaged message: {error}") from error
+                raise Refused("version", str(error)) from error
+            raise ConnectionLost(f"the server sent a damaged message: {error}") from error
         except wire.BadMessage as error:
-            raise Lost(f"the server sent {error}") from error
+            raise ConnectionLost(f"the server sent {error}") from error
         if isinstance(message, wire.Fault):
             raise _fault(message)
         if not isinstance(message, kinds):
-            raise Lost(f"the server sent {type(message).__name__} out of turn")
+            raise ConnectionLost(f"the server sent {type(message).__name__} out of turn")
         return message
 
     async def _next(self) -> bytes | str:
@@ -169,10 +169,10 @@ class Link:
             async with asyncio.timeout(LAST_WORDS):
                 while True:
                     await self.receive(object)
-        except (Denied, Gone, Busy) as said:
+        except (Refused, SessionExpired, ServerBusy) as said:
             return said
-        except (Lost, TimeoutError):
-            return Lost(_as_line(error))
+        except (ConnectionLost, TimeoutError):
+            return ConnectionLost(_as_line(error))
 
     def abort(self) -> None:
         """Closes the transport at once, without a close frame; the server may be unreachable."""
@@ -218,34 +218,34 @@ async def _socket(server: ServerAddress) -> ClientConnection:
     except websockets.InvalidStatus as error:
         raise _refusal(server, error.response.status_code) from error
     except ssl.SSLCertVerificationError as error:
-        raise Denied(
+        raise Refused(
             "certificate",
             f"{server.url}: its certificate is not trusted ({error.verify_message}); see --tls-ca",
         ) from error
     # A redirect to an invalid address raises ValueError.
     except (websockets.WebSocketException, OSError, TimeoutError, ValueError) as error:
-        raise Lost(_as_line(error)) from error
+        raise ConnectionLost(_as_line(error)) from error
 
 
 def _refusal(server: ServerAddress, status: int) -> Exception:
     """The exception for an HTTP status that the server sent instead of the upgrade."""
     if status == UNAUTHORIZED:
-        return Denied("token", "the server rejects this token; see --token-file")
+        return Refused("token", "the server rejects this token; see --token-file")
     if status in (FORBIDDEN, NOT_FOUND):  # servers differ in the status for a wrong path
         line = f"{server.url}: nothing answers there: the path should be /v1/split"
         if status == FORBIDDEN:
             line += "; a gateway that adds an Origin header needs a server with a token"
-        return Denied("path", line)
-    return Busy(f"the server answered with status {status}; try again later")
+        return Refused("path", line)
+    return ServerBusy(f"the server answered with status {status}; try again later")
 
 
 def _fault(message: wire.Fault) -> Exception:
     """The exception for a Fault message."""
     if message.code in ("gone", "state"):
-        return Gone(message.text)
+        return SessionExpired(message.text)
     if message.code in ("busy", "draining"):
-        return Busy(message.text)
-    return Denied(message.code, f"the server refuses: {message.text}")
+        return ServerBusy(message.text)
+    return Refused(message.code, f"the server refuses: {message.text}")
 
 
 def _as_line(error: BaseException) -> str:

@@ -93,10 +93,10 @@ class DataReport:
             place = f" (first: {self.first[why]})" if why in self.first else ""
             reasons.append(f"{self.dropped[why]} x {why}{place}")
         others = len(self.dropped) - len(reasons)
-        told = "; ".join([*reasons, f"{others} other reasons"] if others else reasons)
+        named = "; ".join([*reasons, f"{others} other reasons"] if others else reasons)
         summary = (
             f"{self.kept} conversations, {sum(self.dropped.values())} dropped"
-            f"{told and f' ({told})'}, {self.tokens} tokens, "
+            f"{named and f' ({named})'}, {self.tokens} tokens, "
             f"{self.response_tokens} of them answers, in {self.rows} rows, {self.fill:.0%} full"
         )
         lines = [summary, *unread_lines(self.unread, self.kept)]

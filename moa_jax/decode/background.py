@@ -21,7 +21,7 @@ LEAST_BETWEEN_RETURNS_S = 30.0
 MAX_TRIES = 3  # runs of a job that fails
 
 
-class Background:
+class BackgroundWorker:
     """Runs jobs one after the other in a thread, each job once.
 
     At exit the process waits for the running job, since a compiler cannot be interrupted, and drops
@@ -67,10 +67,10 @@ class Background:
         with self._lock:
             self._jobs.clear()
 
-    def leave(self, code: int) -> None:
+    def exit_now(self, code: int) -> None:
         """Exits with this code at once if a job, which may take minutes, is running or waiting."""
         if self.is_busy:
-            leave(code)
+            exit_now(code)
 
     def _work(self) -> None:
         while True:
@@ -91,10 +91,10 @@ class Background:
                 logging.getLogger(__name__).warning(line, tries, MAX_TRIES, exc_info=True)
             if time.monotonic() - self._returned_at > LEAST_BETWEEN_RETURNS_S:
                 self._returned_at = time.monotonic()
-                _give_back_memory()
+                _trim_malloc()
 
 
-def _give_back_memory() -> None:
+def _trim_malloc() -> None:
     """Returns memory that a compiler has freed to the system; glibc would keep 50 MB per program.
 
     Callers must call this function rarely: other threads reuse freed memory, and new pages are
@@ -104,7 +104,7 @@ def _give_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-_ALL: weakref.WeakSet[Background] = weakref.WeakSet()
+_ALL: weakref.WeakSet[BackgroundWorker] = weakref.WeakSet()
 
 
 @atexit.register
@@ -115,10 +115,10 @@ def _stop_all() -> None:
             background.drop()
             background.wait()
     except KeyboardInterrupt:
-        leave(INTERRUPTED)
+        exit_now(INTERRUPTED)
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """Flushes the output and ends the process at once."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a closed pipe or file

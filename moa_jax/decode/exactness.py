@@ -17,7 +17,7 @@ import numpy as np
 from moa_jax.config import Sampling
 from moa_jax.decode import sample
 from moa_jax.decode.programs import bucket
-from moa_jax.decode.sample import law_of
+from moa_jax.decode.sample import make_batch_sampling
 from moa_jax.decode.session import GREEDY
 from moa_jax.model import llama, masks, sharding
 from moa_jax.pretrained import Target
@@ -74,21 +74,25 @@ def scores_after(
     tokens = [*prompt, *answer]
     padded_1T = np.zeros((1, bucket(len(tokens))), np.int32)
     padded_1T[0, : len(tokens)] = tokens
-    law = law_of([sampling], loaded.config.vocab_size)
+    batch_sampling = make_batch_sampling([sampling], loaded.config.vocab_size)
     mesh = sharding.mesh_of(loaded.params)
     with matmul_precision(loaded.params["embed"].dtype), sharding.setting(mesh):
         lengths = np.int32(len(prompt)), np.int32(len(tokens))
-        found = _scores(loaded.config, loaded.params, padded_1T, *lengths, law)
+        found = _scores(loaded.config, loaded.params, padded_1T, *lengths, batch_sampling)
     return np.asarray(found)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _scores(cfg, params, tokens_1T, prompt_length, length, law) -> jax.Array:
+def _scores(cfg, params, tokens_1T, prompt_length, length, batch_sampling) -> jax.Array:
     T = tokens_1T.shape[1]
-    context = llama.Context(jnp.arange(T)[None], masks.line(T))
+    context = llama.Context(jnp.arange(T)[None], masks.causal_tree(T))
     found = llama.forward(cfg, params, tokens_1T, context)
     last_11D = jax.lax.dynamic_slice_in_dim(found.hidden_BTD, length - 1, 1, axis=1)
     logits_11V = llama.unembed(params, last_11D)
-    said = sample.said_in(law, tokens_1T, prompt_length[None], cfg.vocab_size, length[None])
-    scores_V = sample.scores(law, logits_11V, said.each(), length[None, None])[0, 0]
+    said = sample.counts_in(
+        batch_sampling, tokens_1T, prompt_length[None], cfg.vocab_size, length[None]
+    )
+    scores_V = sample.perturbed_logits(batch_sampling, logits_11V, said.each(), length[None, None])[
+        0, 0
+    ]
     return sharding.constrain_whole(scores_V)  # each process reads the scores

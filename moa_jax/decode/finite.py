@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from moa_jax.drafters.api import NOTHING
+from moa_jax.drafters.api import NO_TOKEN
 from moa_jax.errors import InputError
 from moa_jax.files.folders import public_name
 from moa_jax.model import convert, sharding
@@ -25,8 +25,8 @@ class NotFinite(InputError):
 
 def check(target: Target, what: str, length: int, token_ids: Sequence[int]) -> None:
     """Raises NotFinite if new tokens, which follow `length` tokens of `what`, hold NOTHING."""
-    if NOTHING in token_ids:
-        raise not_finite(target, what, length + list(token_ids).index(NOTHING))
+    if NO_TOKEN in token_ids:
+        raise not_finite(target, what, length + list(token_ids).index(NO_TOKEN))
 
 
 def not_finite(target: Target, what: str, length: int) -> NotFinite:

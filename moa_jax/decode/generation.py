@@ -22,10 +22,10 @@ import numpy as np
 from moa_jax.config import DraftShape
 from moa_jax.decode import finite, logprobs
 from moa_jax.decode.calls import that_tell
-from moa_jax.decode.logprobs import Likely
+from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.decode.programs import Program
-from moa_jax.decode.sample import Law
-from moa_jax.decode.state import NEVER, DecodeState, Limits
+from moa_jax.decode.sample import BatchSampling
+from moa_jax.decode.state import NEVER, DecodeState, StopConditions
 from moa_jax.runtime.multihost import gathered
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Result(NamedTuple):
     decode_s: float  # decoding time of the answer's whole batch
     drafted: list[int]  # nodes that each round proposed, without the root
     drafted_levels: Sequence[int] = ()  # depth of those nodes; equals `drafted` for a chain
-    logprobs: Sequence[Likely] = ()  # per token, if the session has `top_logprobs`
+    logprobs: Sequence[TokenLogprob] = ()  # per token, if the session has `top_logprobs`
 
     @property
     def rounds(self) -> int:
@@ -82,7 +82,7 @@ class Generation:
         self,
         session: Session,
         prompts: Sequence[Sequence[int]],
-        started: tuple[DecodeState, Limits, Law, float],
+        started: tuple[DecodeState, StopConditions, BatchSampling, float],
         teaches: bool = True,
     ) -> None:
         """`started` is the result of `Session.start` for these prompts.
@@ -102,7 +102,7 @@ class Generation:
         self._kept: dict[int, int] = {}
         self._finders: list[StopWhen] = []  # one per row, since a finder may remember tokens
         self._rounds_B = np.zeros(len(prompts), np.int32)
-        self._done_B = gathered(self.state.now.done_B)
+        self._done_B = gathered(self.state.round.done_B)
         self._levels: list[int] = []  # levels below the root, of each round's draft
         self._ready: set[DraftShape] = set()  # shapes that are compiled
         self._round_s: dict[DraftShape, float] = {}  # seconds per round, of each shape's last call
@@ -149,7 +149,7 @@ class Generation:
         with session.alone:
             begin = time.perf_counter()
             self.state = decode(session.weights, self.state, limits, self.law)
-            turned = self._hear(shape)
+            turned = self._collect(shape)
             seconds = time.perf_counter() - begin
         self.decode_s += seconds
         if turned:
@@ -170,7 +170,7 @@ class Generation:
         return seconds
 
     @property
-    def arrays(self) -> tuple[DecodeState, Limits, Law]:
+    def arrays(self) -> tuple[DecodeState, StopConditions, BatchSampling]:
         """The arguments that a loop of rounds is compiled for."""
         return self.state, self.limits, self.law
 
@@ -184,8 +184,8 @@ class Generation:
                 self._kept.setdefault(row, cut)
                 done_B[row] = True
         if (done_B != self._done_B).any():
-            now = self.state.now._replace(done_B=jnp.asarray(done_B))
-            self.state, self._done_B = self.state._replace(now=now), done_B
+            now = self.state.round._replace(done_B=jnp.asarray(done_B))
+            self.state, self._done_B = self.state._replace(round=now), done_B
         self.decode_s += time.perf_counter() - begin
 
     def tokens(self) -> list[list[int]]:
@@ -193,7 +193,7 @@ class Generation:
 
         Raises NotFinite if the target's logits were not finite.
         """
-        tokens_BC, length_B = gathered((self.state.tokens_BC, self.state.now.length_B))
+        tokens_BC, length_B = gathered((self.state.tokens_BC, self.state.round.length_B))
         found = zip(self.prompts, tokens_BC, length_B, strict=True)
         new = [tokens_C[len(prompt) : length + 1].tolist() for prompt, tokens_C, length in found]
         for row, (prompt, tokens) in enumerate(zip(self.prompts, new, strict=True)):
@@ -224,10 +224,10 @@ class Generation:
             )
         return results
 
-    def _hear(self, shape: DraftShape) -> int:
+    def _collect(self, shape: DraftShape) -> int:
         """Waits for a call and reads its results; returns the number of rounds that ran."""
         state, before_B = self.state, self._rounds_B
-        news = (state.rounds_B, state.now.done_B, state.counts_B2R)
+        news = (state.rounds_B, state.round.done_B, state.counts_B2R)
         self._rounds_B, self._done_B, counts_B2R = gathered(news)
         turned = int(self._rounds_B.max() - before_B.max())
         self._levels += [shape.levels - 1] * turned
@@ -237,7 +237,7 @@ class Generation:
                 that_tell(counts_R[first:end], done) - 1
                 for counts_R, first, end, done in zip(*rows, strict=True)
             ]
-            self._chooser.heard(shape, np.concatenate(accepted), turned)
+            self._chooser.collected(shape, np.concatenate(accepted), turned)
         return turned
 
 

@@ -26,7 +26,7 @@ MOST = 20  # largest number of top log-probabilities: OpenAI's limit
 PIECE = 32  # tokens whose logits are in memory together: 16 MB for a vocabulary of 128k
 
 
-class Likely(NamedTuple):
+class TokenLogprob(NamedTuple):
     """Log-probability of one generated token, in nats, and of the most likely tokens."""
 
     logprob: float
@@ -99,12 +99,14 @@ def placed(rows: LogProbs, new: LogProbs, start_B: Array) -> LogProbs:
     return jax.tree.map(lambda row, new: jax.vmap(place)(row, new, start_B), rows, new)
 
 
-def as_list(rows: LogProbs, row: int, tokens: slice, count: int | None = None) -> list[Likely]:
+def as_list(
+    rows: LogProbs, row: int, tokens: slice, count: int | None = None
+) -> list[TokenLogprob]:
     """Converts some tokens of one row, from host arrays, with all top tokens or `count` of them."""
     own_D = np.asarray(rows.own_BC[row])[tokens].tolist()
-    likeliest = (rows.top_BCk, rows.id_BCk)
-    top_Dk, id_Dk = (np.asarray(leaf[row])[tokens, :count].tolist() for leaf in likeliest)
+    leaves = (rows.top_BCk, rows.id_BCk)
+    top_Dk, id_Dk = (np.asarray(leaf[row])[tokens, :count].tolist() for leaf in leaves)
     return [
-        Likely(own, list(zip(ids, top, strict=True)))
+        TokenLogprob(own, list(zip(ids, top, strict=True)))
         for own, top, ids in zip(own_D, top_Dk, id_Dk, strict=True)
     ]

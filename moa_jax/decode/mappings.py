@@ -18,6 +18,6 @@ def num_mappings() -> int:
     return MAPPINGS.read_bytes().count(b"\n") if MAPPINGS.exists() else 0
 
 
-def has_room() -> bool:
+def can_compile_more() -> bool:
     """Returns whether optional programs, which only make decoding faster, may be compiled."""
     return not MOST.exists() or num_mappings() < SHARE * int(MOST.read_text())

@@ -157,7 +157,7 @@ def compiler_options(platform: str, drafts: bool) -> dict[str, Any]:
     return DRAFTING_OPTIONS if drafts and platform in ("gpu", "cuda") else {}
 
 
-class Ready(Generic[AnySize]):
+class CompiledSizes(Generic[AnySize]):
     """Sizes whose programs are compiled; a thread may add a size while another reads."""
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class Ready(Generic[AnySize]):
         return min(filter(holds, self._sizes), key=cost, default=None)
 
 
-def powers(first: int, last: int) -> tuple[int, ...]:
+def power_of_two_buckets(first: int, last: int) -> tuple[int, ...]:
     """Returns `first` and its doublings below `last`, then `last`."""
     sizes = []
     while first < last:
@@ -183,7 +183,7 @@ def powers(first: int, last: int) -> tuple[int, ...]:
     return (*sizes, last)
 
 
-def at_least(sizes: Sequence[int], count: int) -> int:
+def bucket_for(sizes: Sequence[int], count: int) -> int:
     """Returns the first of these ascending sizes that is at least `count`."""
     return next(size for size in sizes if size >= count)
 
@@ -219,6 +219,6 @@ def chunks_of(length: int, sizes: Sequence[int]) -> list[int]:
     return found
 
 
-def one(value: int) -> np.ndarray:
+def scalar_batch(value: int) -> np.ndarray:
     """Returns a value for a batch of one row: (1,) int32."""
     return np.array([value], np.int32)

@@ -19,7 +19,7 @@ from moa_jax.errors import InputError
 MOST_STOPS = 64  # stop ids per answer
 
 
-class Room(NamedTuple):
+class CacheLimits(NamedTuple):
     """Positions of a target, and rows of its caches."""
 
     positions: int  # of the target
@@ -27,14 +27,14 @@ class Room(NamedTuple):
     draft_rows: int = 0  # cache rows that one draft needs
     least_rows: int = ROWS_OF_A_TILE  # smallest number of rows of a growing cache
 
-    def rows(self, num_tokens: int) -> int:
+    def rows_for(self, num_tokens: int) -> int:
         """Returns the cache rows for a batch whose longest sequence has `num_tokens` tokens."""
         if self.cache_rows is not None:
             return self.cache_rows
         rows = max(self.least_rows, bucket(num_tokens + self.draft_rows))
         return cache_rows_for(min(rows, self.positions + self.draft_rows))
 
-    def behind(self, prompt_length: int) -> int:
+    def max_new_tokens(self, prompt_length: int) -> int:
         """Returns the number of new tokens that fit after a prompt of this length."""
         room = self.positions
         if self.cache_rows is not None:

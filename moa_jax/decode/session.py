@@ -23,14 +23,21 @@ from moa_jax.config import DraftShape, Sampling
 from moa_jax.config.checks import unboxed, whole_numbers
 from moa_jax.decode import logprobs, step
 from moa_jax.decode.auto import PLAIN, Chooser
-from moa_jax.decode.background import Background
+from moa_jax.decode.background import BackgroundWorker
 from moa_jax.decode.costs import Costs, priced_as
 from moa_jax.decode.generation import Generation, Result, StopWhen, shapes_of
-from moa_jax.decode.mappings import has_room
+from moa_jax.decode.mappings import can_compile_more
 from moa_jax.decode.programs import ROWS_OF_A_TILE, Programs, cache_rows_for, chunks_for
-from moa_jax.decode.room import Room, prompt_ids_of
-from moa_jax.decode.sample import Law, law_of
-from moa_jax.decode.state import NEVER, DecodeState, Limits, Setup, Vocabulary, Weights
+from moa_jax.decode.room import CacheLimits, prompt_ids_of
+from moa_jax.decode.sample import BatchSampling, make_batch_sampling
+from moa_jax.decode.state import (
+    NEVER,
+    DecodeState,
+    StopConditions,
+    StaticConfig,
+    Vocabulary,
+    Weights,
+)
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError
@@ -122,7 +129,7 @@ class Session:
         self.chooser = Chooser(self.ways, self.shape, self.first) if len(self.ways) > 1 else None
         self.costs = costs
         self.catches_up = self.chooser is not None  # whether the drafter may lag
-        self.setup = Setup(
+        self.setup = StaticConfig(
             target.config, functions, self.shape, choose, self.catches_up, top_logprobs
         )
         self.vocabulary = vocabulary if drafter else None
@@ -134,14 +141,14 @@ class Session:
         rows = [way.num_rows for way in self.ways]
         self._draft_rows = max(*rows, step.CATCH_UP if self.catches_up else 0)
         positions = target.config.max_position_embeddings
-        self.room = Room(positions, self.cache_rows, self._draft_rows, least_rows)
+        self.room = CacheLimits(positions, self.cache_rows, self._draft_rows, least_rows)
         dtype = target.params["embed"].dtype
         setups = {way: self.setup._replace(shape=way) for way in self.ways}
         self._programs = {
             way: Programs(each, (weights,), dtype, drafts=way.num_drafted > 0)
             for way, each in setups.items()
         }
-        self.background = Background()
+        self.background = BackgroundWorker()
         self.alone = threading.Lock()  # held by timed calls, so that another thread waits
         if self.cache_rows is not None:
             self.check_memory(1, self.cache_rows)
@@ -175,7 +182,7 @@ class Session:
     @functools.cached_property
     def _bytes_of_a_row(self) -> int:
         """Bytes of one row of all caches, for one prompt."""
-        caches = lambda weights: step.empty(self.setup, weights, 1, ROWS_OF_A_TILE, Law())
+        caches = lambda weights: step.empty(self.setup, weights, 1, ROWS_OF_A_TILE, BatchSampling())
         return memory.num_bytes_of(jax.eval_shape(caches, self.weights)) // ROWS_OF_A_TILE
 
     def generate(
@@ -249,24 +256,26 @@ class Session:
         max_new_tokens: int | Sequence[int],
         stop_ids: Sequence[int] | Sequence[Sequence[int]] | None,
         sampling: Sampling | Sequence[Sampling],
-    ) -> tuple[DecodeState, Limits, Law, float]:
+    ) -> tuple[DecodeState, StopConditions, BatchSampling, float]:
         """Processes prompts and commits their first tokens; also returns the seconds this took.
 
         The arguments are those of `generate`.
         """
-        sharding.notice_copies(len(prompts), self.mesh)
+        sharding.warn_replicated(len(prompts), self.mesh)
         wanted_B = np.array(self.check(prompts, max_new_tokens), np.int32)
         lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
         total_B = lengths_B + wanted_B
-        rows = self.room.rows(int(total_B.max()))
+        rows = self.room.rows_for(int(total_B.max()))
         self.check_memory(len(prompts), rows)
         capacity = rows - self._draft_rows
         prompt_BT = np.zeros((len(prompts), capacity), np.int32)
         for row, prompt in zip(prompt_BT, prompts, strict=True):
             row[: len(prompt)] = prompt
-        limits = Limits(jnp.asarray(total_B), self._stops(len(prompts), stop_ids))
-        law = law_of(rows_of(sampling, len(prompts)), self.target.config.vocab_size)
-        arrays = (prompt_BT, lengths_B, limits, law)
+        limits = StopConditions(jnp.asarray(total_B), self._stops(len(prompts), stop_ids))
+        batch_sampling = make_batch_sampling(
+            rows_of(sampling, len(prompts)), self.target.config.vocab_size
+        )
+        arrays = (prompt_BT, lengths_B, limits, batch_sampling)
         static = {"capacity": capacity, "chunks": self.chunks(len(prompts))}
         static |= {"donate": False, "draft_rows": self._draft_rows}
         prefill = self._programs[self.shape].compile(step.prefill, *arrays, **static)
@@ -274,27 +283,33 @@ class Session:
             begin = time.perf_counter()
             state = jax.block_until_ready(prefill(self.weights, *arrays))
             seconds = time.perf_counter() - begin
-        return state, limits, law, seconds
+        return state, limits, batch_sampling, seconds
 
     def chunks(self, batch: int) -> tuple[int, ...]:
         """Returns the chunk sizes in which `step.prefill` processes a batch of prompts."""
         return (self._chunk,) if self._chunk else chunks_for(jax.default_backend(), batch)
 
     def loop(
-        self, state: DecodeState, limits: Limits, law: Law, shape: DraftShape | None = None
+        self,
+        state: DecodeState,
+        limits: StopConditions,
+        batch_sampling: BatchSampling,
+        shape: DraftShape | None = None,
     ) -> jax.stages.Compiled:
         """Returns the compiled loop of rounds: (weights, state, limits, law) -> state.
 
         The loop donates the state. `shape` is one of `ways`, by default the session's `shape`.
         """
-        return self._programs[shape or self.shape].prepare(step.decode, state, limits, law)
+        return self._programs[shape or self.shape].prepare(
+            step.decode, state, limits, batch_sampling
+        )
 
     def catching_up(self, state: DecodeState) -> jax.stages.Compiled:
         """Returns the compiled `step.caught_up`: (weights, state) -> state; donates the state."""
-        return self._programs[self.shape].compile(step.caught_up, state)
+        return self._programs[self.shape].compile(step.synced, state)
 
     def next(
-        self, arrays: tuple[DecodeState, Limits, Law], ready: set[DraftShape]
+        self, arrays: tuple[DecodeState, StopConditions, BatchSampling], ready: set[DraftShape]
     ) -> tuple[DraftShape, int]:
         """Returns the shape of a batch's next rounds, and the rounds until the next choice.
 
@@ -333,19 +348,21 @@ class Session:
         """
         return on_first(choose) if sharding.spans_processes(self.mesh) else choose()
 
-    def _is_ready(self, way: DraftShape, arrays: tuple[DecodeState, Limits, Law]) -> bool:
+    def _is_ready(
+        self, way: DraftShape, arrays: tuple[DecodeState, StopConditions, BatchSampling]
+    ) -> bool:
         own = self._programs[self.shape]
-        needs = way.num_drafted or own.is_compiled(step.caught_up, arrays[0])
+        needs = way.num_drafted or own.is_compiled(step.synced, arrays[0])
         return needs and self._programs[way].is_compiled(step.decode, *arrays)
 
     def _preparing(
-        self, way: DraftShape, arrays: tuple[DecodeState, Limits, Law]
+        self, way: DraftShape, arrays: tuple[DecodeState, StopConditions, BatchSampling]
     ) -> tuple[Hashable, Callable[[], None]]:
         """Returns name and function of a background job that compiles a shape's programs."""
         like = shapes_of(arrays)  # the job must not keep the arrays alive
 
         def prepare() -> None:
-            if not has_room():
+            if not can_compile_more():
                 return
             self.loop(*like, way)
             if not way.num_drafted:

@@ -17,11 +17,11 @@ import numpy as np
 
 from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.decode.logprobs import LogProbs
-from moa_jax.decode.sample import Said
-from moa_jax.decode.verify import Verdict
-from moa_jax.drafters.api import Cache, Drafter, Tapped
+from moa_jax.decode.sample import TokenCounts
+from moa_jax.decode.verify import VerifyResult
+from moa_jax.drafters.api import Cache, Drafter, TargetActivations
 from moa_jax.model import llama
-from moa_jax.model.cache import States
+from moa_jax.model.cache import HiddenCache
 from moa_jax.model.quantise import Matrix
 
 Array = jax.Array
@@ -29,7 +29,7 @@ Array = jax.Array
 NEVER = np.int32(2**31 - 1)  # a `Limits.pause` that no row reaches
 
 
-class Setup(NamedTuple):
+class StaticConfig(NamedTuple):
     """Static settings of a program: the models' configs, and the shape of a draft.
 
     Without a drafter the depth is 1. If the drafter's caches may lag (`catches_up`), rounds of
@@ -40,7 +40,7 @@ class Setup(NamedTuple):
     drafter: Drafter | None
     shape: DraftShape
     # (setup, law, now, tree, logits_BNV) -> choice_BN, in place of `step.choose`
-    choose: Callable[..., Array] | None = None
+    token_chooser: Callable[..., Array] | None = None
     catches_up: bool = False  # whether the drafter's caches may lag
     # Number of top log-probabilities kept beside each token's own; None: no log-probabilities
     top_logprobs: int | None = None
@@ -62,7 +62,7 @@ class Vocabulary(NamedTuple):
     head_DU: Matrix
 
 
-class Limits(NamedTuple):
+class StopConditions(NamedTuple):
     """Stop conditions of generation; arrays, so that a new value does not recompile."""
 
     total_B: Array  # maximum tokens of a row, prompt included
@@ -70,7 +70,7 @@ class Limits(NamedTuple):
     pause: Array = NEVER  # value of `rounds_B` at which the loop returns to its caller
 
 
-class Behind(NamedTuple):
+class DraftLag(NamedTuple):
     """Draft lag: activations of the verified tokens from `known` on, in rows like the caches'.
 
     The target's keys and values are in its own caches and not in this state.
@@ -80,9 +80,9 @@ class Behind(NamedTuple):
         rows here  undefined           | of these tokens         | left-overs
     """
 
-    known_B: Array
-    streams: tuple[States, ...]
-    hidden: States | None  # None if the drafter does not read the hidden state
+    draft_len_B: Array
+    streams: tuple[HiddenCache, ...]
+    hidden: HiddenCache | None  # None if the drafter does not read the hidden state
 
 
 class RoundState(NamedTuple):
@@ -90,16 +90,16 @@ class RoundState(NamedTuple):
 
     length_B: Array  # verified tokens: in the target's caches; in the drafter's except for `behind`
     done_B: Array  # rows that rounds leave unchanged
-    said: Said = Said()  # counts of committed tokens, for penalties
+    token_counts: TokenCounts = TokenCounts()  # counts of committed tokens, for penalties
     target_caches: llama.Caches = ()
     draft_cache: Cache = None
-    behind: Behind | None = None  # None if every round extends
+    draft_lag: DraftLag | None = None  # None if every round extends
 
 
 class DecodeState(NamedTuple):
     """The state that a generation carries from round to round."""
 
-    now: RoundState
+    round: RoundState
     tokens_BC: Array
     rounds_B: Array  # rounds so far that committed a token
     counts_B2R: Array  # per round: tokens committed, and nodes proposed without the root
@@ -118,13 +118,13 @@ class DecodeState(NamedTuple):
     @property
     def root_B(self) -> Array:
         """Each row's newest token, which is committed and not yet in any cache."""
-        return jnp.take_along_axis(self.tokens_BC, self.now.length_B[:, None], axis=1)[:, 0]
+        return jnp.take_along_axis(self.tokens_BC, self.round.length_B[:, None], axis=1)[:, 0]
 
 
 class Verified(NamedTuple):
     """Results of one target pass over a tree: the verdict, and the accepted path's activations."""
 
-    verdict: Verdict
-    tapped: Tapped
+    result: VerifyResult
+    tapped: TargetActivations
     caches: llama.Caches
     logprobs: LogProbs | None = None  # of the emitted tokens

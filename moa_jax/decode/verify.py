@@ -12,7 +12,7 @@ from moa_jax.drafters.api import Tree
 Array = jax.Array
 
 
-class Verdict(NamedTuple):
+class VerifyResult(NamedTuple):
     """The accepted path of each row, root first; D is the number of levels."""
 
     path_BD: Array  # node indices; entries from `count` on are undefined
@@ -20,7 +20,7 @@ class Verdict(NamedTuple):
     emitted_BD: Array  # the accepted drafts, then the bonus token at count - 1
 
 
-def verify(tree: Tree, choice_BN: Array, levels: int) -> Verdict:
+def verify(tree: Tree, choice_BN: Array, levels: int) -> VerifyResult:
     """Accepts a node if the node and all its ancestors equal the target's choice at their parents.
 
     `choice_BN` is the target's token after each node: the argmax, or a sample from the target's
@@ -34,4 +34,4 @@ def verify(tree: Tree, choice_BN: Array, levels: int) -> Verdict:
     count_B = jnp.sum(accepted_BN, axis=1, dtype=jnp.int32)
     level_BDN = tree.depth_BN[:, None, :] == jnp.arange(levels)[:, None]
     path_BD = jnp.argmax(accepted_BN[:, None, :] & level_BDN, axis=-1)
-    return Verdict(path_BD, count_B, jnp.take_along_axis(choice_BN, path_BD, axis=1))
+    return VerifyResult(path_BD, count_B, jnp.take_along_axis(choice_BN, path_BD, axis=1))

@@ -10,8 +10,8 @@ DRAFTERS: dict[str, DrafterKind] = {
     "eagle3": eagle3.KIND,
     "eagle": eagle.KIND,
     "glide": glide.KIND,
-    "independent": independent.OWN,
-    "independent-borrowed": independent.BORROWED,
+    "independent": independent.INDEPENDENT,
+    "independent-borrowed": independent.INDEPENDENT_BORROWED,
     "lookup": lookup.KIND,
 }
 

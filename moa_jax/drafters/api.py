@@ -25,7 +25,7 @@ Cache = Any
 Digest = Any
 
 
-class Taps(NamedTuple):
+class TapSpec(NamedTuple):
     """Static: the activations of a target pass that the drafter reads."""
 
     rows: bool = False  # keys and values of every layer
@@ -33,7 +33,7 @@ class Taps(NamedTuple):
     hidden: bool = False  # the final-normed state; in training it is always provided
 
 
-class Tapped(NamedTuple):
+class TargetActivations(NamedTuple):
     """The activations of T tokens; parts that are not in `Taps` are None or ()."""
 
     rows_LBKTE: KV | None
@@ -41,7 +41,7 @@ class Tapped(NamedTuple):
     hidden_BTD: Array | None  # after the target's final norm
 
 
-NOTHING = -1  # no token: an absent node, or the target's choice without finite logits
+NO_TOKEN = -1  # no token: an absent node, or the target's choice without finite logits
 
 
 class Tree(NamedTuple):
@@ -62,7 +62,7 @@ class Tree(NamedTuple):
     draft_BNV: Array | None = None  # sampled drafts: the probs that children are sampled from
 
 
-class Guide(NamedTuple):
+class CandidateSampler(NamedTuple):
     """Selection of candidates from a drafter's logits in a round."""
 
     # (logits_BWU, tokens from the root to each node_BWP) -> adjusted logits_BWU; with `noise`, the
@@ -80,10 +80,10 @@ def chain(tokens_BN: Array) -> Tree:
     index_N = jnp.arange(N, dtype=jnp.int32)
     spread = lambda row_N: jnp.broadcast_to(row_N, (B, N))
     parent_BN = spread(jnp.maximum(index_N - 1, 0))
-    return Tree(tokens_BN, parent_BN, spread(index_N), masks.line(N))
+    return Tree(tokens_BN, parent_BN, spread(index_N), masks.causal_tree(N))
 
 
-def streams(params: Params, length_B: Array, tapped: Tapped) -> Tapped:
+def streams(params: Params, length_B: Array, tapped: TargetActivations) -> TargetActivations:
     """The default digest: the tapped activations, without the rows of all layers.
 
     A drafter that taps the rows of all layers needs another `digest`, since the rows are too large
@@ -99,7 +99,7 @@ def target_head(params: Params, shared: Shared, feature_BTD: Array) -> Array:
 
 # (params, shared, batch, tapped, key, progress) -> (loss, metrics)
 DrafterLoss = Callable[
-    [Params, Shared, Batch, Tapped, Array, Array], tuple[Array, dict[str, Array]]
+    [Params, Shared, Batch, TargetActivations, Array, Array], tuple[Array, dict[str, Array]]
 ]
 
 
@@ -117,9 +117,9 @@ class Drafter(NamedTuple):
                    verified     | fed to `go_on`    | the token fed now
     """
 
-    taps: Taps
+    taps: TapSpec
     # (target params) -> the target weights that the drafter reads
-    borrow: Callable[[Params], Shared]
+    shared_params: Callable[[Params], Shared]
     # (key) -> float32 params
     init: Callable[[Array], Params]
     # (batch, rows, dtype) -> cache
@@ -127,19 +127,23 @@ class Drafter(NamedTuple):
     # (params, shared, cache, tokens_BT, length_B, digest) -> cache
     extend: Callable[[Params, Shared, Cache, Array, Array, Digest], Cache]
     # (params, shared, cache, root_B, length_B, shape, guide) -> (tree, cache)
-    propose: Callable[[Params, Shared, Cache, Array, Array, DraftShape, Guide], tuple[Tree, Cache]]
+    propose: Callable[
+        [Params, Shared, Cache, Array, Array, DraftShape, CandidateSampler], tuple[Tree, Cache]
+    ]
     loss: DrafterLoss
     # (params, shared, batch, tapped, known_BT, horizon) -> head inputs (B, T, D) of a drafter that
     # has the target's activations of known tokens only, as in decoding; correct for tokens at
     # most `horizon` positions after the last known one
-    teacher_forced: Callable[[Params, Shared, Batch, Tapped, Array, int], Array]
+    teacher_forced: Callable[[Params, Shared, Batch, TargetActivations, Array, int], Array]
     # (params, shared, head inputs_BTD) -> float32 logits_BTU
     head: Callable[[Params, Shared, Array], Array] = target_head
     chains_only: bool = False  # `propose` raises InputError for a tree
     own_head: bool = False  # False: `head` is the target's, and a draft vocabulary can slice it
     draft_ids: tuple[int, ...] | None = None  # target ids of the logits, if not all in order
     # (params, length_B, tapped) -> inputs of `extend`: arrays with axis 0 B and axis -2 T
-    digest: Callable[[Params, Array, Tapped], Digest] = streams
-    digest_only: tuple[str, ...] = ()  # parts of the params that only `digest` reads
+    condense: Callable[[Params, Array, TargetActivations], Digest] = streams
+    condense_only: tuple[str, ...] = ()  # parts of the params that only `digest` reads
     # (params, shared, cache, token_B, length_B, known_B) -> (logits_BU, cache); None: unsupported
-    go_on: Callable[[Params, Shared, Cache, Array, Array, Array], tuple[Array, Cache]] | None = None
+    draft_one: (
+        Callable[[Params, Shared, Cache, Array, Array, Array], tuple[Array, Cache]] | None
+    ) = None

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from moa_jax.config import EagleConfig, Objective, TargetConfig
 from moa_jax.drafters import feedback, learning, losses
-from moa_jax.drafters.api import Drafter, Shared, Taps
+from moa_jax.drafters.api import Drafter, Shared, TapSpec
 from moa_jax.files.copies import EMBEDDING, HEAD
 from moa_jax.files.kinds import DrafterKind, FileLayout, Files
 from moa_jax.files.layer_files import block_of, read_sizes, write_sizes
@@ -34,7 +34,7 @@ Array = jax.Array
 PREFIXES = {"official": ("fc", "layers.0."), "authors": ("spec_model_fc", "spec_model.")}
 
 
-class EagleLayer(feedback.FedLayer):
+class Eagle2Layer(feedback.EagleLayer):
     """fc, then a decoder layer with or without an input norm."""
 
     input_norm_there: bool
@@ -46,7 +46,7 @@ class EagleLayer(feedback.FedLayer):
         if self.input_norm_there:
             self.input_norm = RMSNorm(self.block.rms_norm_eps)
 
-    def entered(self, embedding_BTD: Array, feature_BTD: Array) -> tuple[Array, Array]:
+    def layer_inputs(self, embedding_BTD: Array, feature_BTD: Array) -> tuple[Array, Array]:
         x_BTD = self.fc(jnp.concatenate([embedding_BTD, feature_BTD], axis=-1))
         return x_BTD, self.input_norm(x_BTD) if self.input_norm_there else x_BTD
 
@@ -59,10 +59,10 @@ def make(cfg: EagleConfig, target_cfg: TargetConfig, objective: Objective | None
 def layer(cfg: EagleConfig, target_cfg: TargetConfig) -> feedback.Layer:
     """The drafter's layer for a target."""
     block = block_of(cfg, target_cfg)
-    module = EagleLayer(block, cfg.input_norm, cfg.fc_bias)
+    module = Eagle2Layer(block, cfg.input_norm, cfg.fc_bias)
     return feedback.Layer(
         block=block,
-        taps=Taps(hidden=True),
+        taps=TapSpec(hidden=True),
         init=partial(feedback.init_layer, module),
         fuse=lambda params, tapped: tapped.hidden_BTD,
         rows=lambda params, *rest: module.apply({"params": params}, *rest, method="rows"),

@@ -25,7 +25,7 @@ import numpy as np
 
 from moa_jax.config import Eagle3Config, Objective, TargetConfig
 from moa_jax.drafters import feedback, learning
-from moa_jax.drafters.api import Drafter, Params, Shared, Tapped, Taps
+from moa_jax.drafters.api import Drafter, Params, Shared, TargetActivations, TapSpec
 from moa_jax.errors import InputError
 from moa_jax.files.copies import EMBEDDING
 from moa_jax.files.kinds import DrafterKind, FileLayout, Files
@@ -41,7 +41,7 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-class Eagle3Layer(feedback.FedLayer):
+class Eagle3Layer(feedback.EagleLayer):
     """A decoder layer whose attention reads embedding and feature, each with a separate norm."""
 
     def setup(self) -> None:
@@ -49,7 +49,7 @@ class Eagle3Layer(feedback.FedLayer):
         self.input_norm = RMSNorm(self.block.rms_norm_eps)  # of embeddings
         self.hidden_norm = RMSNorm(self.block.rms_norm_eps)  # of features
 
-    def entered(self, embedding_BTD: Array, feature_BTD: Array) -> tuple[Array, Array]:
+    def layer_inputs(self, embedding_BTD: Array, feature_BTD: Array) -> tuple[Array, Array]:
         both = (self.input_norm(embedding_BTD), self.hidden_norm(feature_BTD))
         return feature_BTD, jnp.concatenate(both, axis=-1)
 
@@ -97,7 +97,7 @@ def layer(cfg: Eagle3Config, target_cfg: TargetConfig) -> feedback.Layer:
             "head": INIT_STDDEV * head_DU,
         }
 
-    def fuse(params: Params, tapped: Tapped) -> Array:
+    def fuse(params: Params, tapped: TargetActivations) -> Array:
         return fc.apply({"params": params["fc"]}, jnp.concatenate(tapped.streams, axis=-1))
 
     def head(params: Params, shared: Shared, feature_BTD: Array) -> Array:
@@ -106,7 +106,7 @@ def layer(cfg: Eagle3Config, target_cfg: TargetConfig) -> feedback.Layer:
 
     return feedback.Layer(
         block=block,
-        taps=Taps(streams=tapped_layers(cfg, target_cfg)),
+        taps=TapSpec(streams=tapped_layers(cfg, target_cfg)),
         init=init,
         fuse=fuse,
         rows=lambda params, *x: module.apply({"params": params["layer"]}, *x, method="rows"),

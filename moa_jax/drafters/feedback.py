@@ -29,7 +29,15 @@ import jax.numpy as jnp
 from moa_jax.config import BlockConfig, Objective
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning
-from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, Tapped, Taps, target_head
+from moa_jax.drafters.api import (
+    Drafter,
+    DrafterLoss,
+    Params,
+    Shared,
+    TargetActivations,
+    TapSpec,
+    target_head,
+)
 from moa_jax.drafters.grow import Nodes, by_level
 from moa_jax.model import cache as kv_cache
 from moa_jax.model import llama, masks
@@ -40,7 +48,7 @@ from moa_jax.model.layers import MLP, Attention, RMSNorm, Rotation, rotation, ro
 Array = jax.Array
 
 
-class FedLayer(nn.Module):
+class EagleLayer(nn.Module):
     """A decoder layer that reads the embeddings of tokens and the features before them.
 
     Each kind defines in `entered` the start of the residual stream and the input of attention.
@@ -53,13 +61,13 @@ class FedLayer(nn.Module):
         self.post_attention_norm = RMSNorm(self.block.rms_norm_eps)
         self.mlp = MLP(self.block)
 
-    def entered(self, embedding_BTD: Array, feature_BTD: Array) -> tuple[Array, Array]:
+    def layer_inputs(self, embedding_BTD: Array, feature_BTD: Array) -> tuple[Array, Array]:
         """The start of the residual stream (B, T, D), and the input of attention."""
         raise NotImplementedError
 
     def rows(self, embedding_BTD: Array, feature_BTD: Array, turn: Rotation) -> KV:
         """The cache rows of these tokens, without their features."""
-        _, read_BTX = self.entered(embedding_BTD, feature_BTD)
+        _, read_BTX = self.layer_inputs(embedding_BTD, feature_BTD)
         return rows_of(self.attention.project(read_BTX, turn))
 
     def __call__(
@@ -71,27 +79,27 @@ class FedLayer(nn.Module):
         past: KV | None = None,
     ) -> tuple[Array, KV, KV | None]:
         """The tokens' features, the tokens' rows, and the cache with these rows written."""
-        x_BTD, read_BTX = self.entered(embedding_BTD, feature_BTD)
+        x_BTD, read_BTX = self.layer_inputs(embedding_BTD, feature_BTD)
         y_BTD, rows, past = self.attention(read_BTX, turn, seen, past)
         x_BTD = x_BTD + y_BTD
         return x_BTD + self.mlp(self.post_attention_norm.parts(x_BTD)), rows, past
 
 
-def init_layer(module: FedLayer, key: Array) -> Params:
+def init_layer(module: EagleLayer, key: Array) -> Params:
     """N(0, 0.02) weights, unit norms."""
     x_BTD = jnp.zeros((1, 1, module.block.hidden_size))
     turn = rotation(module.block, jnp.zeros((1, 1), jnp.int32))
-    return module.init(key, x_BTD, x_BTD, turn, masks.line(1))["params"]
+    return module.init(key, x_BTD, x_BTD, turn, masks.causal_tree(1))["params"]
 
 
 class Layer(NamedTuple):
     """The functions and settings that differ between drafter kinds."""
 
     block: BlockConfig  # of the rows and rotary angles
-    taps: Taps
+    taps: TapSpec
     init: Callable[[Array], Params]
     # (params, tapped) -> the features of verified tokens_BTD
-    fuse: Callable[[Params, Tapped], Array]
+    fuse: Callable[[Params, TargetActivations], Array]
     # (params, embedding_BTD, feature before_BTD, turn) -> cache rows of these tokens
     rows: Callable[[Params, Array, Array, Rotation], KV]
     # (params, embedding_BTD, feature before_BTD, turn, seen, past)
@@ -108,7 +116,7 @@ class Layer(NamedTuple):
     shifted_mask: bool = False  # see `_shifted`
 
 
-class FedCache(NamedTuple):
+class EagleCache(NamedTuple):
     """Rows of attention, and features of the same tokens; n = length, N = nodes per round.
 
     row        0 ......... n-1 | n ........ n+N-1 | n+N ....... S-1
@@ -125,14 +133,14 @@ def make(layer: Layer, objective: Objective) -> Drafter:
     propose, go_on = by_level(partial(step, layer))
     return Drafter(
         taps=layer.taps,
-        borrow=lambda params: {name: x for name, x in params.items() if name != "layers"},
+        shared_params=lambda params: {name: x for name, x in params.items() if name != "layers"},
         init=layer.init,
         init_cache=partial(init_cache, layer),
         extend=partial(extend, layer),
         propose=propose,
-        digest=lambda params, length_B, tapped: layer.fuse(params, tapped),
-        digest_only=layer.fuse_only,
-        go_on=go_on,
+        condense=lambda params, length_B, tapped: layer.fuse(params, tapped),
+        condense_only=layer.fuse_only,
+        draft_one=go_on,
         loss=make_loss(layer, objective),
         teacher_forced=partial(teacher_forced, layer),
         head=layer.head,
@@ -144,21 +152,21 @@ def make(layer: Layer, objective: Objective) -> Drafter:
 # ---- decoding -----------------------------------------------------------------------------
 
 
-def init_cache(layer: Layer, batch: int, rows: int, dtype: jnp.dtype) -> FedCache:
+def init_cache(layer: Layer, batch: int, rows: int, dtype: jnp.dtype) -> EagleCache:
     """An empty cache."""
     feature_B1SD = jnp.zeros((batch, 1, rows, layer.block.hidden_size), dtype)
-    return FedCache(kv_cache.empty(layer.block, batch, rows, dtype), feature_B1SD)
+    return EagleCache(kv_cache.empty(layer.block, batch, rows, dtype), feature_B1SD)
 
 
 def extend(
     layer: Layer,
     params: Params,
     shared: Shared,
-    cache: FedCache,
+    cache: EagleCache,
     tokens_BT: Array,
     length_B: Array,
     feature_BTD: Array,
-) -> FedCache:
+) -> EagleCache:
     """Adds verified tokens: rows from their embeddings and the target's features before them.
 
     The cache stores the features of all T tokens, since this function does not take the number of
@@ -168,15 +176,15 @@ def extend(
     position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1]) - 1
     turn = rotation(layer.block, position_BT)
     rows = layer.rows(params, llama.embed(shared, tokens_BT), earlier_BTD, turn)
-    return FedCache(
+    return EagleCache(
         kv_cache.write(cache.rows, rows, length_B),
         kv_cache.write_rows(cache.feature_B1SD, feature_BTD[:, None], length_B),
     )
 
 
 def step(
-    layer: Layer, params: Params, shared: Shared, cache: FedCache, nodes: Nodes
-) -> tuple[Array, FedCache]:
+    layer: Layer, params: Params, shared: Shared, cache: EagleCache, nodes: Nodes
+) -> tuple[Array, EagleCache]:
     """Logits after some nodes; the cache holds the nodes' own features until `extend` runs.
 
     The nodes see all rows before the root except row 0, and their ancestors.
@@ -184,7 +192,7 @@ def step(
     ancestor_BWX = nodes.ancestor_BWX
     if layer.shifted_mask and nodes.depth:
         ancestor_BWX = _shifted(ancestor_BWX)
-    seen = masks.sight(nodes.length_B, ancestor_BWX, first=1)
+    seen = masks.cache_mask(nodes.length_B, ancestor_BWX, first=1)
     feature_BWD, _, kv = layer.apply(
         params,
         llama.embed(shared, nodes.tokens_BW),
@@ -194,10 +202,10 @@ def step(
         cache.rows,
     )
     kept_B1SD = kv_cache.write_rows(cache.feature_B1SD, feature_BWD[:, None], nodes.start_B)
-    return layer.head(params, shared, feature_BWD), FedCache(kv, kept_B1SD)
+    return layer.head(params, shared, feature_BWD), EagleCache(kv, kept_B1SD)
 
 
-def _before(cache: FedCache, nodes: Nodes) -> Array:
+def _before(cache: EagleCache, nodes: Nodes) -> Array:
     """The features (B, W, D) of the nodes' parents.
 
     The root's parent is the token before the root. Any other parent is the last of a node's
@@ -213,7 +221,7 @@ def _before(cache: FedCache, nodes: Nodes) -> Array:
     return jnp.take_along_axis(cache.feature_B1SD[:, 0], row_BW[..., None], axis=1)
 
 
-def _last_feature(cache: FedCache, length_B: Array) -> Array:
+def _last_feature(cache: EagleCache, length_B: Array) -> Array:
     """The feature (B, 1, D) of the token before the root; row 0 if the length is 0."""
     last_B = jnp.maximum(length_B - 1, 0)
     return jnp.take_along_axis(cache.feature_B1SD[:, 0], last_B[:, None, None], axis=1)
@@ -233,7 +241,7 @@ def _shifted(ancestor_BWX: Array) -> Array:
 # ---- training -----------------------------------------------------------------------------
 
 
-class FedInputs(NamedTuple):
+class TrainingInputs(NamedTuple):
     """Inputs of a layer of this family in training, and the training target of its features."""
 
     embedding_BTD: Array
@@ -241,24 +249,24 @@ class FedInputs(NamedTuple):
     goal_BTD: Array  # the target's final-normed states
 
 
-def fed_inputs(
+def training_inputs(
     layer: Layer,
     params: Params,
     shared: Shared,
     batch: Batch,
-    tapped: Tapped,
+    tapped: TargetActivations,
     noise_2BTD: Array | None = None,
-) -> FedInputs:
+) -> TrainingInputs:
     """The layer inputs of a batch; `noise_2BTD`, if given, is added to features and embeddings."""
     feature_BTD = layer.fuse(params, tapped)
     embedding_BTD = llama.embed(shared, batch.tokens_BT, feature_BTD.dtype)
     if noise_2BTD is not None:
         feature_BTD, embedding_BTD = feature_BTD + noise_2BTD[0], embedding_BTD + noise_2BTD[1]
-    return FedInputs(embedding_BTD, feature_BTD, tapped.hidden_BTD)
+    return TrainingInputs(embedding_BTD, feature_BTD, tapped.hidden_BTD)
 
 
 def passes(
-    layer: Layer, params: Params, inputs: FedInputs, batch: Batch, steps: int
+    layer: Layer, params: Params, inputs: TrainingInputs, batch: Batch, steps: int
 ) -> list[Array]:
     """The features (B, T, D) of all tokens per pass; pass j is the (j + 1)-th draft of a round.
 
@@ -283,14 +291,19 @@ def make_loss(layer: Layer, objective: Objective) -> DrafterLoss:
     """The loss of this kind, with the noise of `objective.feedback`."""
 
     def loss(
-        params: Params, shared: Shared, batch: Batch, tapped: Tapped, key: Array, progress: Array
+        params: Params,
+        shared: Shared,
+        batch: Batch,
+        tapped: TargetActivations,
+        key: Array,
+        progress: Array,
     ) -> tuple[Array, dict[str, Array]]:
         noise_2BTD = None
         if objective.feedback.noise:
             shape = (2, *tapped.hidden_BTD.shape)
             draw_2BTD = jax.random.uniform(key, shape, tapped.hidden_BTD.dtype)
             noise_2BTD = objective.feedback.noise * (draw_2BTD - 0.5)
-        inputs = fed_inputs(layer, params, shared, batch, tapped, noise_2BTD)
+        inputs = training_inputs(layer, params, shared, batch, tapped, noise_2BTD)
         return loss_of(layer, objective, params, shared, batch, inputs, progress)
 
     return loss
@@ -302,7 +315,7 @@ def loss_of(
     params: Params,
     shared: Shared,
     batch: Batch,
-    inputs: FedInputs,
+    inputs: TrainingInputs,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
     """The loss over all passes; pass j includes answer tokens at positions above j."""
@@ -329,12 +342,12 @@ def teacher_forced(
     params: Params,
     shared: Shared,
     batch: Batch,
-    tapped: Tapped,
+    tapped: TargetActivations,
     known_BT: Array,
     horizon: int,
 ) -> Array:
     """The features of unknown tokens, as in decoding from the last known token before them."""
-    inputs = fed_inputs(layer, params, shared, batch, tapped)
+    inputs = training_inputs(layer, params, shared, batch, tapped)
     found = passes(layer, params, inputs, batch, horizon)
     start_BT = masks.known_until(known_BT, batch.segment_BT)
     distance_BT = jnp.arange(start_BT.shape[1]) - start_BT

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from moa_jax.config import BlockConfig, GlideConfig, Objective, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning
-from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, Tapped, Taps
+from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, TargetActivations, TapSpec
 from moa_jax.drafters.grow import Nodes, by_level
 from moa_jax.errors import InputError
 from moa_jax.files.hf_config import check_same_block, target_config_to_hf
@@ -120,14 +120,14 @@ def make(cfg: GlideConfig, target_cfg: TargetConfig, objective: Objective | None
     layer = layer_of(cfg, target_cfg)
     propose, go_on = by_level(partial(step, layer))
     return Drafter(
-        taps=Taps(rows=True),
-        borrow=lambda params: {k: params[k] for k in ("embed", "lm_head") if k in params},
+        taps=TapSpec(rows=True),
+        shared_params=lambda params: {k: params[k] for k in ("embed", "lm_head") if k in params},
         init=partial(init, layer),
         init_cache=partial(init_cache, layer),
         extend=partial(extend, layer),
         propose=propose,
-        digest=partial(digest, layer),
-        go_on=go_on,
+        condense=partial(condense, layer),
+        draft_one=go_on,
         loss=make_loss(layer, objective or Objective()),
         teacher_forced=partial(teacher_forced, layer),
     )
@@ -149,10 +149,12 @@ def init(layer: GlideLayer, key: Array) -> Params:
     x_BTD = jnp.zeros((1, 1, layer.block.hidden_size))
     turn = rotation(layer.block, jnp.zeros((1, 1), jnp.int32))
     memory = kv_cache.empty(layer.memory, 1, 1, jnp.float32)
-    return layer.init(key, x_BTD, turn, masks.line(1), memory, masks.line(1))["params"]
+    return layer.init(key, x_BTD, turn, masks.causal_tree(1), memory, masks.causal_tree(1))[
+        "params"
+    ]
 
 
-def memory_of(tapped: Tapped, turn: Rotation) -> KV:
+def memory_of(tapped: TargetActivations, turn: Rotation) -> KV:
     """The rows of the target's last layer, whose keys are rotated a second time.
 
     References: authors' train/cross_attention.py, which rotates the keys of the target's cache.
@@ -170,7 +172,7 @@ def init_cache(layer: GlideLayer, batch: int, rows: int, dtype: jnp.dtype) -> Gl
     return GlideCache(empty(layer.block), empty(layer.memory))
 
 
-def digest(layer: GlideLayer, params: Params, length_B: Array, tapped: Tapped) -> KV:
+def condense(layer: GlideLayer, params: Params, length_B: Array, tapped: TargetActivations) -> KV:
     """Memory of verified tokens: the rows of the target's last layer."""
     position_BT = length_B[:, None] + jnp.arange(tapped.rows_LBKTE.k_BKSE.shape[3])
     return memory_of(tapped, rotation(layer.block, position_BT))
@@ -218,8 +220,8 @@ def trace(
     params: Params,
     shared: Shared,
     batch: Batch,
-    tapped: Tapped,
-    memory_seen: masks.Intervals,
+    tapped: TargetActivations,
+    memory_seen: masks.IntervalMask,
 ) -> GlideTrace:
     """The training forward over whole conversations; `memory_seen` masks the memory."""
     turn = rotation(layer.block, batch.position_BT)
@@ -241,7 +243,12 @@ def make_loss(layer: GlideLayer, objective: Objective) -> DrafterLoss:
     """
 
     def loss(
-        params: Params, shared: Shared, batch: Batch, tapped: Tapped, key: Array, progress: Array
+        params: Params,
+        shared: Shared,
+        batch: Batch,
+        tapped: TargetActivations,
+        key: Array,
+        progress: Array,
     ) -> tuple[Array, dict[str, Array]]:
         seen = masks.earlier_blocks(batch.position_BT, batch.segment_BT, layer.block_size)
         found = trace(layer, params, shared, batch, tapped, seen)
@@ -257,7 +264,7 @@ def teacher_forced(
     params: Params,
     shared: Shared,
     batch: Batch,
-    tapped: Tapped,
+    tapped: TargetActivations,
     known_BT: Array,
     horizon: int,
 ) -> Array:

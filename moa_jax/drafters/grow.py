@@ -55,7 +55,7 @@ import numpy as np
 from jax import lax
 
 from moa_jax.config import DraftShape
-from moa_jax.drafters.api import Cache, Guide, Params, Shared, Tree
+from moa_jax.drafters.api import Cache, CandidateSampler, Params, Shared, Tree
 from moa_jax.model import masks, sharding
 from moa_jax.model.pieces import top_k
 from moa_jax.runtime.devices import traced_platform
@@ -93,14 +93,14 @@ class Nodes(NamedTuple):
         return self.length_B + X - W
 
     @property
-    def seen(self) -> masks.Sight:
+    def seen(self) -> masks.CacheMask:
         """Mask of self-attention: all tokens before the root, and ancestors."""
-        return masks.sight(self.length_B, self.ancestor_BWX)
+        return masks.cache_mask(self.length_B, self.ancestor_BWX)
 
     @property
-    def known(self) -> masks.Sight:
+    def known(self) -> masks.CacheMask:
         """Mask of attention to the target's activations."""
-        return masks.sight(self.known_B)
+        return masks.cache_mask(self.known_B)
 
 
 # (params, shared, cache, nodes) -> (logits_BWU, cache with the rows of these nodes)
@@ -117,7 +117,7 @@ def by_level(step: Step) -> tuple[Callable[..., Any], Callable[..., Any]]:
         root_B: Array,
         length_B: Array,
         shape: DraftShape,
-        guide: Guide,
+        sampler: CandidateSampler,
     ) -> tuple[Tree, Cache]:
         def feed(
             cache: Cache, tokens_BW: Array, ancestor_BWX: Array, depth: int
@@ -125,7 +125,7 @@ def by_level(step: Step) -> tuple[Callable[..., Any], Callable[..., Any]]:
             nodes = Nodes(tokens_BW, ancestor_BWX, length_B, length_B, depth)
             return step(params, shared, cache, nodes)
 
-        return grow(feed, cache, root_B, shape, guide)
+        return grow(feed, cache, root_B, shape, sampler)
 
     def go_on(
         params: Params,
@@ -135,7 +135,7 @@ def by_level(step: Step) -> tuple[Callable[..., Any], Callable[..., Any]]:
         length_B: Array,
         known_B: Array,
     ) -> tuple[Array, Cache]:
-        node = Nodes(token_B[:, None], masks.line(1), length_B, known_B, depth=0)
+        node = Nodes(token_B[:, None], masks.causal_tree(1), length_B, known_B, depth=0)
         logits_B1U, cache = step(params, shared, cache, node)
         return logits_B1U[:, 0], cache
 
@@ -147,11 +147,11 @@ Feed = Callable[[Cache, Array, Array, int], tuple[Array, Any]]
 
 
 def grow(
-    feed: Feed, cache: Cache, root_B: Array, shape: DraftShape, guide: Guide
+    feed: Feed, cache: Cache, root_B: Array, shape: DraftShape, sampler: CandidateSampler
 ) -> tuple[Tree, Cache]:
     """Drafts a tree of `shape` from the root; returns the tree and the cache with its rows."""
     how = _grow_dynamic if shape.is_dynamic else _grow_static
-    return how(feed, cache, root_B, shape, guide)
+    return how(feed, cache, root_B, shape, sampler)
 
 
 # ---- one level ----------------------------------------------------------------------------
@@ -175,38 +175,38 @@ class Candidates(NamedTuple):
 
 
 def _root(root_B: Array) -> Level:
-    return Level(root_B[:, None], masks.line(1), root_B[:, None, None], 0)
+    return Level(root_B[:, None], masks.causal_tree(1), root_B[:, None, None], 0)
 
 
 def _expand(
-    feed: Feed, cache: Cache, level: Level, count: int, guide: Guide
+    feed: Feed, cache: Cache, level: Level, count: int, sampler: CandidateSampler
 ) -> tuple[Candidates, Cache]:
     """Feeds one level and chooses candidates for the children of the level's nodes."""
     logits_BWU, cache = feed(cache, level.tokens_BW, level.ancestor_BWX, level.depth)
-    return _choose(logits_BWU, level, count, guide), cache
+    return _choose(logits_BWU, level, count, sampler), cache
 
 
-def _choose(logits_BWU: Array, level: Level, count: int, guide: Guide) -> Candidates:
+def _choose(logits_BWU: Array, level: Level, count: int, sampler: CandidateSampler) -> Candidates:
     """The `count` best candidates, best first; with Gumbel noise, samples without replacement."""
-    adjusted_BWU = guide.adjusted(logits_BWU.astype(jnp.float32), level.path_BWP)
-    if guide.noise is None:
-        index_BWk, log_prob_BWk = _likeliest(adjusted_BWU, count)
+    adjusted_BWU = sampler.adjusted(logits_BWU.astype(jnp.float32), level.path_BWP)
+    if sampler.noise is None:
+        index_BWk, log_prob_BWk = _top_k(adjusted_BWU, count)
         draft_BWV = None
     else:
         W, U = adjusted_BWU.shape[1:]
-        _, index_BWk = top_k(adjusted_BWU + guide.noise(W, level.depth + 1, U), count)
+        _, index_BWk = top_k(adjusted_BWU + sampler.noise(W, level.depth + 1, U), count)
         log_prob_BWk = jnp.take_along_axis(adjusted_BWU, index_BWk, axis=-1)
         draft_BWV = jnp.exp(adjusted_BWU)
     # Map ids of the draft vocabulary to the target's ids.
-    if guide.ids_U is not None:
-        index_BWk = guide.ids_U[index_BWk]
+    if sampler.ids_U is not None:
+        index_BWk = sampler.ids_U[index_BWk]
         if draft_BWV is not None:
-            blank = jnp.zeros((*draft_BWV.shape[:2], guide.vocab_size))
-            draft_BWV = blank.at[..., guide.ids_U].set(draft_BWV)
+            blank = jnp.zeros((*draft_BWV.shape[:2], sampler.vocab_size))
+            draft_BWV = blank.at[..., sampler.ids_U].set(draft_BWV)
     return Candidates(index_BWk, log_prob_BWk, draft_BWV)
 
 
-def _likeliest(logits_BWU: Array, count: int) -> tuple[Array, Array]:
+def _top_k(logits_BWU: Array, count: int) -> tuple[Array, Array]:
     """The indices of the `count` largest logits, and their entries of `jax.nn.log_softmax`.
 
     The other entries are not computed. The computed entries use the arithmetic of `log_softmax`.
@@ -214,7 +214,7 @@ def _likeliest(logits_BWU: Array, count: int) -> tuple[Array, Array]:
     logit_BWk, index_BWk = top_k(logits_BWU, count)
     # Without the barrier XLA slices `most_BW1` from a sort of all logits, in 3 ms; XLA does not
     # sort a vocabulary that is split over a mesh.
-    if traced_platform() == "cpu" and not sharding.is_cut():
+    if traced_platform() == "cpu" and not sharding.on_decode_mesh():
         logit_BWk, index_BWk = lax.optimization_barrier((logit_BWk, index_BWk))
     most_BW1 = logit_BWk[..., :1]
     sum_BW1 = jnp.exp(logits_BWU - most_BW1).sum(axis=-1, keepdims=True)
@@ -266,13 +266,13 @@ def static_levels(paths: tuple[tuple[int, ...], ...]) -> list[StaticLevel]:
 
 
 def _grow_static(
-    feed: Feed, cache: Cache, root_B: Array, shape: DraftShape, guide: Guide
+    feed: Feed, cache: Cache, root_B: Array, shape: DraftShape, sampler: CandidateSampler
 ) -> tuple[Tree, Cache]:
     """Grows a tree whose paths are fixed."""
     level, tokens, laws = _root(root_B), [root_B[:, None]], []
     for slot, rank, fed, ancestor_WX in static_levels(shape.tree_paths):
         # 1. Feed the level above: each node of this level is a candidate of its parent.
-        found, cache = _expand(feed, cache, level, int(rank.max()) + 1, guide)
+        found, cache = _expand(feed, cache, level, int(rank.max()) + 1, sampler)
         tokens_BW = found.tokens_BWk[:, slot, rank]
         tokens.append(tokens_BW)
         laws.append(found.draft_BWV)
@@ -313,7 +313,7 @@ def _laws(fed: list[Array | None], paths: tuple[tuple[int, ...], ...]) -> Array 
 # ---- dynamic trees ------------------------------------------------------------------------
 
 
-class Flat(NamedTuple):
+class CandidateList(NamedTuple):
     """All candidates so far, in order of creation; see the example of the module."""
 
     tokens_BX: Array
@@ -323,33 +323,33 @@ class Flat(NamedTuple):
 
 
 def _grow_dynamic(
-    feed: Feed, cache: Cache, root_B: Array, shape: DraftShape, guide: Guide
+    feed: Feed, cache: Cache, root_B: Array, shape: DraftShape, sampler: CandidateSampler
 ) -> tuple[Tree, Cache]:
     """Drafts `breadth` candidates per node; feeds each level's best and returns the best of all."""
     B, b = root_B.shape[0], shape.breadth
     level, place_BW = _root(root_B), jnp.zeros((B, 1), jnp.int32)
     score_BW = jnp.zeros((B, 1), jnp.float32)  # log-probability of each node's path
-    flats: list[Flat] = []
+    flats: list[CandidateList] = []
     for depth in range(1, shape.depth):
         # 1. Feed the level: every node gets b candidates.
-        found, cache = _expand(feed, cache, level, b, guide)
+        found, cache = _expand(feed, cache, level, b, sampler)
         # 2. Append the candidates to the list.
         num_earlier = sum(len(flat.depth) for flat in flats)
         score_BX = (score_BW[..., None] + found.log_prob_BWk).reshape(B, -1)
         parent_BX = jnp.repeat(place_BW, b, axis=1)
         depths = (depth,) * score_BX.shape[1]
-        flats.append(Flat(found.tokens_BWk.reshape(B, -1), score_BX, parent_BX, depths))
+        flats.append(CandidateList(found.tokens_BWk.reshape(B, -1), score_BX, parent_BX, depths))
         # 3. The b best candidates of the level are fed next.
         if depth < shape.depth - 1:
             level, score_BW, best_BW = _frontier(level, flats[-1], b)
             place_BW = 1 + num_earlier + best_BW
     # 4. The best candidates of all levels form the tree.
     arrays = (jnp.concatenate(parts, axis=1) for parts in list(zip(*flats, strict=True))[:3])
-    flat = Flat(*arrays, sum((flat.depth for flat in flats), ()))
+    flat = CandidateList(*arrays, sum((flat.depth for flat in flats), ()))
     return select(root_B, flat, shape), cache
 
 
-def _frontier(level: Level, flat: Flat, breadth: int) -> tuple[Level, Array, Array]:
+def _frontier(level: Level, flat: CandidateList, breadth: int) -> tuple[Level, Array, Array]:
     """The best candidates of a level as the next level, their scores, and their places.
 
     The places (B, W) are indices into `flat`, which holds the candidates of this level only.
@@ -370,7 +370,7 @@ def _frontier(level: Level, flat: Flat, breadth: int) -> tuple[Level, Array, Arr
     return below, score_BW, best_BW.astype(jnp.int32)
 
 
-def select(root_B: Array, flat: Flat, shape: DraftShape) -> Tree:
+def select(root_B: Array, flat: CandidateList, shape: DraftShape) -> Tree:
     """The tree of the most likely candidates."""
     # 1. Choose the best places, in order of creation.
     _, chosen_BN = lax.top_k(flat.score_BX, shape.num_drafted)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from moa_jax.config import BorrowedConfig, IndependentConfig, Objective, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning, losses
-from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, Tapped, Taps
+from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, TargetActivations, TapSpec
 from moa_jax.drafters.grow import Nodes, by_level
 from moa_jax.errors import InputError
 from moa_jax.files.copies import EMBEDDING, HEAD, check_rotary, with_own_head
@@ -37,7 +37,7 @@ Array = jax.Array
 OUTER = ("embed", "lm_head")  # parts of a model besides its layers and final norm
 
 
-class Small(NamedTuple):
+class DraftModel(NamedTuple):
     """A small model, and the source of its weights."""
 
     model: TargetConfig
@@ -54,7 +54,9 @@ def make_own(
     if objective is not None:  # files come with tokenizers, a training config does not
         check_pairing(target_sizes(cfg.model), {"vocab_size": target_cfg.vocab_size})
     num_ids = min(cfg.model.vocab_size, target_cfg.vocab_size)
-    small = Small(cfg.model, lambda params, shared: params, learns_features=False, num_ids=num_ids)
+    small = DraftModel(
+        cfg.model, lambda params, shared: params, learns_features=False, num_ids=num_ids
+    )
     drafter = _make(small, objective, partial(llama.init, cfg.model))
     has_all = num_ids == target_cfg.vocab_size
     return drafter._replace(own_head=True, draft_ids=None if has_all else tuple(range(num_ids)))
@@ -72,27 +74,31 @@ def make_borrowed(
 
     weights = lambda params, shared: shared | params
     num_ids = target_cfg.vocab_size
-    return _make(Small(cfg.model, weights, learns_features=True, num_ids=num_ids), objective, init)
+    return _make(
+        DraftModel(cfg.model, weights, learns_features=True, num_ids=num_ids), objective, init
+    )
 
 
-def _make(small: Small, objective: Objective | None, init: Callable[[Array], Params]) -> Drafter:
+def _make(
+    small: DraftModel, objective: Objective | None, init: Callable[[Array], Params]
+) -> Drafter:
     propose, go_on = by_level(partial(step, small))
     return Drafter(
-        taps=Taps(),
-        borrow=lambda params: {name: params[name] for name in OUTER if name in params},
+        taps=TapSpec(),
+        shared_params=lambda params: {name: params[name] for name in OUTER if name in params},
         init=init,
         init_cache=partial(llama.init_caches, small.model),
         extend=partial(extend, small),
         propose=propose,
-        digest=lambda params, length_B, tapped: (),
-        go_on=go_on,
+        condense=lambda params, length_B, tapped: (),
+        draft_one=go_on,
         loss=make_loss(small, objective or Objective()),
         teacher_forced=partial(teacher_forced, small),
         head=partial(head, small),
     )
 
 
-def head(small: Small, params: Params, shared: Shared, feature_BTD: Array) -> Array:
+def head(small: DraftModel, params: Params, shared: Shared, feature_BTD: Array) -> Array:
     """Logits of the model's own or the borrowed head, without rows beyond `num_ids`."""
     return llama.unembed(small.weights(params, shared), feature_BTD)[..., : small.num_ids]
 
@@ -101,7 +107,7 @@ def head(small: Small, params: Params, shared: Shared, feature_BTD: Array) -> Ar
 
 
 def extend(
-    small: Small,
+    small: DraftModel,
     params: Params,
     shared: Shared,
     caches: llama.Caches,
@@ -112,12 +118,12 @@ def extend(
     """Runs the model over verified tokens, whose rows in a drafted tree were at other positions."""
     T = tokens_BT.shape[1]
     position_BT = length_B[:, None] + jnp.arange(T)
-    context = llama.Context(position_BT, masks.sight(length_B, masks.line(T)), caches)
+    context = llama.Context(position_BT, masks.cache_mask(length_B, masks.causal_tree(T)), caches)
     return _forward(small, params, shared, tokens_BT, context).caches
 
 
 def step(
-    small: Small, params: Params, shared: Shared, caches: llama.Caches, nodes: Nodes
+    small: DraftModel, params: Params, shared: Shared, caches: llama.Caches, nodes: Nodes
 ) -> tuple[Array, llama.Caches]:
     """Logits after some nodes, which see all rows before the root and their ancestors."""
     context = llama.Context(nodes.position_BW, nodes.seen, caches)
@@ -126,8 +132,8 @@ def step(
 
 
 def _forward(
-    small: Small, params: Params, shared: Shared, tokens_BT: Array, context: llama.Context
-) -> llama.Pass:
+    small: DraftModel, params: Params, shared: Shared, tokens_BT: Array, context: llama.Context
+) -> llama.ForwardOutput:
     """A pass that replaces ids without an embedding by the last id with an embedding."""
     tokens_BT = jnp.minimum(tokens_BT, small.num_ids - 1)
     return llama.forward(small.model, small.weights(params, shared), tokens_BT, context)
@@ -136,14 +142,14 @@ def _forward(
 # ---- training -----------------------------------------------------------------------------
 
 
-def feature(small: Small, params: Params, shared: Shared, batch: Batch, dtype: Any) -> Array:
+def feature(small: DraftModel, params: Params, shared: Shared, batch: Batch, dtype: Any) -> Array:
     """Inputs of the head (B, T, D) over whole conversations."""
     weights = small.weights(params, shared)
     context = llama.Context(batch.position_BT, masks.causal(batch.segment_BT))
     return llama.forward(small.model, weights, batch.tokens_BT, context, dtype=dtype).hidden_BTD
 
 
-def make_loss(small: Small, objective: Objective) -> DrafterLoss:
+def make_loss(small: DraftModel, objective: Objective) -> DrafterLoss:
     """The token loss and, with a borrowed head, the distance of features.
 
     References: authors' train/independent.py, which starts from a trained model and freezes its
@@ -151,7 +157,12 @@ def make_loss(small: Small, objective: Objective) -> DrafterLoss:
     """
 
     def loss(
-        params: Params, shared: Shared, batch: Batch, tapped: Tapped, key: Array, progress: Array
+        params: Params,
+        shared: Shared,
+        batch: Batch,
+        tapped: TargetActivations,
+        key: Array,
+        progress: Array,
     ) -> tuple[Array, dict[str, Array]]:
         feature_BTD = feature(small, params, shared, batch, tapped.hidden_BTD.dtype)
         draft = learning.Draft(feature_BTD, batch.response_BT)
@@ -167,11 +178,11 @@ def make_loss(small: Small, objective: Objective) -> DrafterLoss:
 
 
 def teacher_forced(
-    small: Small,
+    small: DraftModel,
     params: Params,
     shared: Shared,
     batch: Batch,
-    tapped: Tapped,
+    tapped: TargetActivations,
     known_BT: Array,
     horizon: int,
 ) -> Array:
@@ -245,7 +256,7 @@ def write_borrowed(
     return target_config_to_hf(cfg.model)
 
 
-OWN = DrafterKind(
+INDEPENDENT = DrafterKind(
     IndependentConfig,
     detect_own,
     read_own,
@@ -254,7 +265,7 @@ OWN = DrafterKind(
     make_own,
     extras=(HEAD,),  # a second copy of a tied head
 )
-BORROWED = DrafterKind(
+INDEPENDENT_BORROWED = DrafterKind(
     BorrowedConfig,
     lambda config, names: False,  # the files look like those of a whole model
     read_borrowed,

@@ -37,7 +37,7 @@ from jax import lax
 
 from moa_jax.config import DraftShape, LookupConfig, Objective, TargetConfig
 from moa_jax.drafters import api
-from moa_jax.drafters.api import NOTHING, Drafter, Guide, Params, Shared, Taps, Tree
+from moa_jax.drafters.api import NO_TOKEN, Drafter, CandidateSampler, Params, Shared, TapSpec, Tree
 from moa_jax.errors import InputError
 from moa_jax.files.kinds import DrafterKind, FileLayout
 
@@ -51,13 +51,13 @@ def make(
     if objective is not None:
         _untrained()
     return Drafter(
-        taps=Taps(),
-        borrow=lambda params: {},
+        taps=TapSpec(),
+        shared_params=lambda params: {},
         init=lambda key: {},
         init_cache=lambda batch, rows, dtype: jnp.zeros((batch, rows), jnp.int32),
         extend=extend,
         propose=make_propose(cfg),
-        digest=lambda params, length_B, tapped: (),
+        condense=lambda params, length_B, tapped: (),
         loss=_untrained,
         teacher_forced=_untrained,
         head=_untrained,
@@ -93,7 +93,7 @@ def make_propose(cfg: LookupConfig) -> Callable[..., tuple[Tree, Array]]:
         root_B: Array,
         length_B: Array,
         shape: DraftShape,
-        guide: Guide,
+        sampler: CandidateSampler,
     ) -> tuple[Tree, Array]:
         if not shape.is_chain:
             raise InputError("prompt lookup drafts chains, no trees; use --mode chain")
@@ -129,7 +129,7 @@ def continuation(cfg: LookupConfig, text_BS: Array, length_B: Array, depth: int)
     period_B1 = jnp.maximum(length_B[:, None] - best_B1, 1)
     after_BD = jnp.minimum(best_B1 + 1 + jnp.arange(depth) % period_B1, S - 1)
     tokens_BD = jnp.take_along_axis(text_BS, after_BD, axis=1)
-    return jnp.where(jnp.max(score_BS, axis=1)[:, None] >= 0, tokens_BD, NOTHING)
+    return jnp.where(jnp.max(score_BS, axis=1)[:, None] >= 0, tokens_BD, NO_TOKEN)
 
 
 def write_config(

@@ -63,7 +63,7 @@ def _decoded(session: Session, batch: int, way: DraftShape) -> tuple[Generation,
 
 def _begin(session: Session, batch: int) -> Generation:
     """A batch of random prompts whose answers go on to their limit."""
-    room = session.room.behind(1)
+    room = session.room.max_new_tokens(1)
     if room < 2:
         raise InputError("the caches have no room to measure what a round costs; make them larger")
     prompt, new = (PROMPT, NEW) if room > PROMPT + NEW else (room // 2, room // 2)

@@ -32,7 +32,7 @@ from jax import lax
 
 from moa_jax.model import cache, chunks, sharding
 from moa_jax.model.cache import KV
-from moa_jax.model.masks import Intervals, Sight
+from moa_jax.model.masks import IntervalMask, CacheMask
 from moa_jax.model.rotary import Rotation, rotate_packed
 from moa_jax.runtime.devices import traced_platform
 
@@ -45,7 +45,7 @@ INTERVALS = "scores_of_intervals_"  # prefix of a named scope, before a number o
 
 
 # `Intervals` or a mask (B, T, S) within a pass; a `Sight` over a cache.
-Seen = Array | Intervals | Sight
+Seen = Array | IntervalMask | CacheMask
 _by_einsum = ContextVar("_by_einsum", default=False)
 
 
@@ -61,24 +61,24 @@ def computed(way: Literal["blocks", "einsum"]) -> Iterator[None]:
 
 def sees_anything(seen: Seen) -> Array:
     """Whether each token sees any row, (B, T, 1); T is 1 if the result is the same for all."""
-    if isinstance(seen, Intervals):
+    if isinstance(seen, IntervalMask):
         return (seen.first_PBT <= seen.last_PBT).any(axis=0)[..., None]
-    if not isinstance(seen, Sight):
+    if not isinstance(seen, CacheMask):
         return seen.any(axis=-1, keepdims=True)
     prefix_B11 = (seen.length_B > seen.first)[:, None, None]
     if seen.ancestor_BTX is None:
-        return prefix_B11 | (seen.num_behind > 0)
+        return prefix_B11 | (seen.tree_size > 0)
     return prefix_B11 | seen.ancestor_BTX.any(axis=-1, keepdims=True)
 
 
-def attend(q_BKGTE: Array, kv: KV, seen: Array | Intervals) -> Array:
+def attend(q_BKGTE: Array, kv: KV, seen: Array | IntervalMask) -> Array:
     """Attention over the visible rows, (B, T, K, G, E).
 
     The einsum joins the queries of a group to the token axis, so that both products are plain
     batched matrix products and the scores, the largest array here, are never transposed. A token
     that sees nothing gets the mean of all rows from the einsum, and zeros from a kernel.
     """
-    if isinstance(seen, Intervals):
+    if isinstance(seen, IntervalMask):
         if kernels := _by_intervals(q_BKGTE, kv):
             return kernels.attend(q_BKGTE, kv, seen)
         with jax.named_scope(f"{INTERVALS}{seen.first_PBT.shape[0]}"):
@@ -104,33 +104,37 @@ def _by_intervals(q_BKGTE: Array, kv: KV) -> ModuleType | None:
     return None
 
 
-def attend_cached(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) -> tuple[Array, KV]:
+def attend_cached(
+    packed_BTKXE: Array, turn: Rotation, past: KV, cache_mask: CacheMask
+) -> tuple[Array, KV]:
     """Writes the new rows of a pass to a cache and attends to the cache's visible rows.
 
     `packed_BTKXE` is the output of a projection; this function rotates the heads. A key and a
-    value follow the G queries of each key-value head, X = G + 2, unless `sight` has no tokens
+    value follow the G queries of each key-value head, X = G + 2, unless `cache_mask` has no tokens
     after the prefix (X = G). Returns the attention output (B, T, K, G, E) and the cache.
     """
-    if not sharding.is_cut():
-        return _attend_cached(packed_BTKXE, turn, past, sight)
+    if not sharding.on_decode_mesh():
+        return _attend_cached(packed_BTKXE, turn, past, cache_mask)
     mesh = jax.sharding.get_abstract_mesh()
     heads = sharding.dividing(("rows", None, "kv_heads"), packed_BTKXE.shape, mesh)
-    given, caches = sharding.specs_of((turn, past, sight), mesh), sharding.specs_of(past, mesh)
+    given, caches = sharding.specs_of((turn, past, cache_mask), mesh), sharding.specs_of(past, mesh)
     part = jax.shard_map(
         _attend_cached, in_specs=(heads, *given), out_specs=(heads, caches), check_vma=False
     )
-    return part(packed_BTKXE, turn, past, sight)
+    return part(packed_BTKXE, turn, past, cache_mask)
 
 
-def _attend_cached(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) -> tuple[Array, KV]:
+def _attend_cached(
+    packed_BTKXE: Array, turn: Rotation, past: KV, cache_mask: CacheMask
+) -> tuple[Array, KV]:
     kernels = _kernels()
     if kernels and not kernels.is_possible(packed_BTKXE, past):
         _say(f"no {kernels.PLATFORM} kernel for such heads or caches")
         kernels = None
     if kernels is None:
-        return by_einsum(packed_BTKXE, turn, past, sight)
+        return by_einsum(packed_BTKXE, turn, past, cache_mask)
     branch = {kernels.PLATFORM: kernels.attend}
-    return lax.platform_dependent(packed_BTKXE, turn, past, sight, default=by_einsum, **branch)
+    return lax.platform_dependent(packed_BTKXE, turn, past, cache_mask, default=by_einsum, **branch)
 
 
 def keep_path(
@@ -143,7 +147,7 @@ def keep_path(
     copy a cache that a program both reads and writes.
     """
     given = (caches, taken, path_BD, length_B)
-    if not sharding.is_cut():
+    if not sharding.on_decode_mesh():
         return _keep_path(*given)
     specs = sharding.specs_of(given, jax.sharding.get_abstract_mesh())
     part = jax.shard_map(_keep_path, in_specs=specs, out_specs=specs[0], check_vma=False)
@@ -194,17 +198,21 @@ def _write_path(
     return tuple(cache.write(past, rows, length_B) for past, rows in pairs)
 
 
-def by_einsum(packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight) -> tuple[Array, KV]:
+def by_einsum(
+    packed_BTKXE: Array, turn: Rotation, past: KV, cache_mask: CacheMask
+) -> tuple[Array, KV]:
     """`attend_cached` without a kernel: reads rows under a mask; kernels give the same result."""
-    heads_BKXTE = rotate_packed(packed_BTKXE, turn, has_rows=sight.num_behind > 0)
+    heads_BKXTE = rotate_packed(packed_BTKXE, turn, has_rows=cache_mask.tree_size > 0)
     q_BKGTE, T = heads_BKXTE, heads_BKXTE.shape[3]
-    if sight.num_behind:
+    if cache_mask.tree_size:
         q_BKGTE = heads_BKXTE[:, :, :-2]
         rows = KV(heads_BKXTE[:, :, -2], heads_BKXTE[:, :, -1])
-        past = cache.write(past, rows, sight.start_B(T))
-    mask_BTS = sight.mask(T, past.k_BKSE.shape[2])
+        past = cache.write(past, rows, cache_mask.start_B(T))
+    mask_BTS = cache_mask.mask(T, past.k_BKSE.shape[2])
     if _pays_to_look(past, T):
-        return _as_far_as_used(q_BKGTE, past, mask_BTS, sight.length_B + sight.num_behind), past
+        return _as_far_as_used(
+            q_BKGTE, past, mask_BTS, cache_mask.length_B + cache_mask.tree_size
+        ), past
     return attend(q_BKGTE, past, mask_BTS), past
 
 

@@ -35,7 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from moa_jax.model.cache import KV
-from moa_jax.model.masks import Sight
+from moa_jax.model.masks import CacheMask
 from moa_jax.model.rotary import Rotation
 from moa_jax.runtime.devices import compute_capability
 
@@ -76,10 +76,12 @@ class Sizes(NamedTuple):
         return self.X > 0
 
 
-def sizes_of(heads_shape: tuple[int, ...], dtype: jnp.dtype, S: int, sight: Sight) -> Sizes:
+def sizes_of(
+    heads_shape: tuple[int, ...], dtype: jnp.dtype, S: int, cache_mask: CacheMask
+) -> Sizes:
     """Chooses the grid for heads (B, T, K, G or G + 2, E) over S rows."""
     B, T, K, G, E = heads_shape
-    X = sight.num_behind
+    X = cache_mask.tree_size
     G -= 2 if X else 0
     most = _most_numbers(dtype)
     queries = min(max(LEAST, pl.next_power_of_2(G * T)), max(LEAST, most // E))
@@ -87,7 +89,9 @@ def sizes_of(heads_shape: tuple[int, ...], dtype: jnp.dtype, S: int, sight: Sigh
     programs = B * K * pl.cdiv(G * T, queries)
     wanted = PROGRAMS * (2 if queries <= 64 else 1)
     splits = max(1, min(wanted // programs, pl.cdiv(S, 2 * rows)))
-    return Sizes(G, T, E, X, sight.ancestor_BTX is None, sight.first, queries, rows, splits)
+    return Sizes(
+        G, T, E, X, cache_mask.ancestor_BTX is None, cache_mask.first, queries, rows, splits
+    )
 
 
 def _most_numbers(dtype: jnp.dtype) -> int:
@@ -118,18 +122,18 @@ def is_possible(heads: Array, past: KV) -> bool:
 
 
 def attend(
-    packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight, *, interpret: bool = False
+    packed_BTKXE: Array, turn: Rotation, past: KV, cache_mask: CacheMask, *, interpret: bool = False
 ) -> tuple[Array, KV]:
     """Attention of the T tokens, (B, T, K, G, E), and the cache with their rows.
 
     The arguments are those of `attention.attend_cached`; a pass without new rows returns `past`.
     """
     B, T, K, _, E = packed_BTKXE.shape
-    sizes = sizes_of(packed_BTKXE.shape, packed_BTKXE.dtype, past.k_BKSE.shape[2], sight)
+    sizes = sizes_of(packed_BTKXE.shape, packed_BTKXE.dtype, past.k_BKSE.shape[2], cache_mask)
     G, splits = sizes.G, sizes.splits
-    operands = [sight.length_B, packed_BTKXE, *turn, *past]
+    operands = [cache_mask.length_B, packed_BTKXE, *turn, *past]
     if not sizes.is_line:
-        operands.append(sight.ancestor_BTX.astype(jnp.int8))
+        operands.append(cache_mask.ancestor_BTX.astype(jnp.int8))
     mixed = jax.ShapeDtypeStruct((B, T, K, G, E), packed_BTKXE.dtype)
     partial = (
         jax.ShapeDtypeStruct((B, K, splits, G * T, E), jnp.float32),
@@ -152,7 +156,7 @@ def attend(
     if caches:
         past = KV(*found[-2:])
     if splits > 1:
-        return _join(sizes, sight.length_B, found[:2], mixed, interpret), past
+        return _join(sizes, cache_mask.length_B, found[:2], mixed, interpret), past
     return found[0], past
 
 

@@ -31,7 +31,7 @@ from jax.experimental.pallas import tpu, triton
 
 from moa_jax.model import sharding
 from moa_jax.model.cache import KV
-from moa_jax.model.masks import Intervals
+from moa_jax.model.masks import IntervalMask
 from moa_jax.runtime.devices import traced_platform
 
 Array = jax.Array
@@ -82,7 +82,7 @@ def is_possible(q_BKGTE: Array, kv: KV) -> bool:
     return fits and T % BLOCK == 0 and E in (64, 128, 256) and q_BKGTE.dtype == kv.k_BKSE.dtype
 
 
-def attend(q_BKGTE: Array, kv: KV, seen: Intervals, how: How | None = None) -> Array:
+def attend(q_BKGTE: Array, kv: KV, seen: IntervalMask, how: How | None = None) -> Array:
     """Attention over the visible rows, (B, T, K, G, E); on a mesh each device computes its heads.
 
     The result is zero for a token that sees nothing.
@@ -96,7 +96,7 @@ def attend(q_BKGTE: Array, kv: KV, seen: Intervals, how: How | None = None) -> A
     return part(q_BKGTE, kv, seen)
 
 
-def _attend_parts(how: How, q_BKGTE: Array, kv: KV, seen: Intervals) -> Array:
+def _attend_parts(how: How, q_BKGTE: Array, kv: KV, seen: IntervalMask) -> Array:
     """Attends to each part separately and joins the results by their log-sum-exps."""
     B, K, G, T, E = q_BKGTE.shape
     k_parts, v_parts = (jnp.split(x, x.shape[2] // T, axis=2) for x in kv)

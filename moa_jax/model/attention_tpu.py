@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu
 
 from moa_jax.model import cache
 from moa_jax.model.cache import KV
-from moa_jax.model.masks import Sight
+from moa_jax.model.masks import CacheMask
 from moa_jax.model.rotary import Rotation, rotate_packed
 
 Array = jax.Array
@@ -48,20 +48,20 @@ def is_possible(heads: Array, past: KV) -> bool:
 
 
 def attend(
-    packed_BTKXE: Array, turn: Rotation, past: KV, sight: Sight, *, interpret: bool = False
+    packed_BTKXE: Array, turn: Rotation, past: KV, cache_mask: CacheMask, *, interpret: bool = False
 ) -> tuple[Array, KV]:
     """Attention of the T tokens, (B, T, K, G, E), and the cache with their rows.
 
     The arguments are those of `attention.attend_cached`; a pass without new rows returns `past`.
     """
-    heads_BKXTE = rotate_packed(packed_BTKXE, turn, has_rows=sight.num_behind > 0)
-    q_BKGTE = heads_BKXTE[:, :, :-2] if sight.num_behind else heads_BKXTE
+    heads_BKXTE = rotate_packed(packed_BTKXE, turn, has_rows=cache_mask.tree_size > 0)
+    q_BKGTE = heads_BKXTE[:, :, :-2] if cache_mask.tree_size else heads_BKXTE
     B, K, G, T, E = q_BKGTE.shape
-    prefix_BKGTE, lse_BKGT = _attend_prefix(q_BKGTE, past, sight, interpret)
-    if sight.num_behind:
+    prefix_BKGTE, lse_BKGT = _attend_prefix(q_BKGTE, past, cache_mask, interpret)
+    if cache_mask.tree_size:
         rows = KV(heads_BKXTE[:, :, -2], heads_BKXTE[:, :, -1])
-        past = cache.write(past, rows, sight.start_B(T))
-        tree_BKGTE, tree_lse_BKGT = _attend_tree(q_BKGTE, past, sight)
+        past = cache.write(past, rows, cache_mask.start_B(T))
+        tree_BKGTE, tree_lse_BKGT = _attend_tree(q_BKGTE, past, cache_mask)
         higher_BKGT = jnp.maximum(lse_BKGT, tree_lse_BKGT)
         parts = ((lse_BKGT, prefix_BKGTE), (tree_lse_BKGT, tree_BKGTE))
         weights = [jnp.exp(lse_BKGT - higher_BKGT)[..., None] for lse_BKGT, _ in parts]
@@ -70,19 +70,19 @@ def attend(
     return jnp.moveaxis(prefix_BKGTE, 3, 1).astype(q_BKGTE.dtype), past
 
 
-def _attend_tree(q_BKGTE: Array, past: KV, sight: Sight) -> tuple[Array, Array]:
+def _attend_tree(q_BKGTE: Array, past: KV, cache_mask: CacheMask) -> tuple[Array, Array]:
     """Attention to the X rows after the prefix, and its log-sum-exps."""
     T, E = q_BKGTE.shape[3:]
-    X = sight.num_behind
+    X = cache_mask.tree_size
     cut = jax.vmap(lambda rows_KSE, start: lax.dynamic_slice_in_dim(rows_KSE, start, X, axis=1))
-    k_BKXE, v_BKXE = (cut(rows_BKSE, sight.length_B) for rows_BKSE in past)
+    k_BKXE, v_BKXE = (cut(rows_BKSE, cache_mask.length_B) for rows_BKSE in past)
     score_BKGTX = E**-0.5 * jnp.einsum(
         "BKGTE,BKXE->BKGTX", q_BKGTE, k_BKXE, preferred_element_type=jnp.float32
     )
-    seen_BTX = sight.behind(T)
-    if sight.first:
-        row_BX = sight.length_B[:, None] + jnp.arange(X)
-        seen_BTX = seen_BTX & (row_BX >= sight.first)[:, None]
+    seen_BTX = cache_mask.tree_mask(T)
+    if cache_mask.first:
+        row_BX = cache_mask.length_B[:, None] + jnp.arange(X)
+        seen_BTX = seen_BTX & (row_BX >= cache_mask.first)[:, None]
     score_BKGTX = jnp.where(seen_BTX[:, None, None], score_BKGTX, NOTHING)
     lse_BKGT = jax.nn.logsumexp(score_BKGTX, axis=-1)
     weight_BKGTX = jnp.exp(score_BKGTX - lse_BKGT[..., None]).astype(v_BKXE.dtype)
@@ -92,7 +92,9 @@ def _attend_tree(q_BKGTE: Array, past: KV, sight: Sight) -> tuple[Array, Array]:
     return mixed_BKGTE, lse_BKGT
 
 
-def _attend_prefix(q_BKGTE: Array, past: KV, sight: Sight, interpret: bool) -> tuple[Array, Array]:
+def _attend_prefix(
+    q_BKGTE: Array, past: KV, cache_mask: CacheMask, interpret: bool
+) -> tuple[Array, Array]:
     """Attention to the verified rows in float32, and its log-sum-exps."""
     B, K, G, T, E = q_BKGTE.shape
     S = past.k_BKSE.shape[2]
@@ -113,7 +115,7 @@ def _attend_prefix(q_BKGTE: Array, past: KV, sight: Sight, interpret: bool) -> t
     pairs = B * K * G * T * S
     size = q_BKQE.dtype.itemsize
     mixed_BKQE, lse_BKQX = pl.pallas_call(
-        functools.partial(_prefix_kernel, rows, sight.first),
+        functools.partial(_prefix_kernel, rows, cache_mask.first),
         out_shape=[
             jax.ShapeDtypeStruct(q_BKQE.shape, jnp.float32),
             jax.ShapeDtypeStruct((B, K, num, LANES), jnp.float32),
@@ -133,7 +135,7 @@ def _attend_prefix(q_BKGTE: Array, past: KV, sight: Sight, interpret: bool) -> t
             + 4 * B * K * num * (E + LANES),
             transcendentals=pairs,
         ),
-    )(sight.length_B, q_BKQE, *past)
+    )(cache_mask.length_B, q_BKQE, *past)
     mixed_BKGTE = mixed_BKQE[:, :, : G * T].reshape(B, K, G, T, E)
     return mixed_BKGTE, lse_BKQX[:, :, : G * T, 0].reshape(B, K, G, T)
 

@@ -31,7 +31,7 @@ class KV(NamedTuple):
     v_BKSE: Array
 
 
-class States(NamedTuple):
+class HiddenCache(NamedTuple):
     """One vector per token, such as a residual stream; a mesh splits the feature axis."""
 
     x_BSD: Array

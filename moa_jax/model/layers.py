@@ -20,7 +20,7 @@ from moa_jax.config import BlockConfig, RopeScaling
 from moa_jax.model import cache, quantise, sharding
 from moa_jax.model.attention import Seen, attend, attend_cached
 from moa_jax.model.cache import KV
-from moa_jax.model.masks import Sight
+from moa_jax.model.masks import CacheMask
 from moa_jax.model.panels import Panels
 from moa_jax.model.rotary import Rotation, rotate, rotate_packed
 from moa_jax.runtime.devices import traced_platform
@@ -160,7 +160,7 @@ class Attention(nn.Module):
         packed_BTKXE = sharding.constrain_inner(self.packed(x_BTD), "rows", None, "kv_heads")
         heads_BKXTE = rotate_packed(packed_BTKXE, turn)  # a kernel rotates heads itself; for `rows`
         rows = rows_of(heads_BKXTE)
-        if isinstance(seen, Sight):
+        if isinstance(seen, CacheMask):
             mixed_BTKGE, past = attend_cached(packed_BTKXE, turn, past, seen)
         else:
             every = rows if past is None else cache.join(past, rows)
@@ -267,7 +267,7 @@ class CrossAttention(nn.Module):
         q_BTX = self.q(x_BTD)
         B, T, _ = q_BTX.shape
         q_BTKGE = q_BTX.reshape(B, T, cfg.num_kv_heads, cfg.group_size, cfg.head_dim)
-        if isinstance(seen, Sight):
+        if isinstance(seen, CacheMask):
             mixed_BTKGE, _ = attend_cached(q_BTKGE, turn, memory, seen)
         else:
             q_BKGTE = rotate_packed(q_BTKGE, turn, has_rows=False)

@@ -45,7 +45,7 @@ class Context(NamedTuple):
     caches: Caches | None = None
 
 
-class Pass(NamedTuple):
+class ForwardOutput(NamedTuple):
     """Outputs of one target pass over T tokens."""
 
     hidden_BTD: Array  # after the final norm; `unembed` turns it into logits
@@ -59,7 +59,7 @@ def init(cfg: TargetConfig, key: Array) -> Params:
     embed_key, head_key, *layer_keys = jax.random.split(key, cfg.num_layers + 2)
     x_BTD = jnp.zeros((1, 1, cfg.block.hidden_size))
     turn = rotation(cfg.block, jnp.zeros((1, 1), jnp.int32))
-    block = lambda k: Block(cfg.block).init(k, x_BTD, turn, masks.line(1))["params"]
+    block = lambda k: Block(cfg.block).init(k, x_BTD, turn, masks.causal_tree(1))["params"]
     shape = (cfg.vocab_size, cfg.block.hidden_size)
     params = {
         "embed": INIT_STDDEV * jax.random.normal(embed_key, shape),
@@ -102,14 +102,14 @@ def forward(
     context: Context,
     tap: Sequence[int] = (),
     dtype: jnp.dtype | None = None,
-) -> Pass:
+) -> ForwardOutput:
     """One pass over T new tokens.
 
     `tap` lists residual streams to return, by the layer they enter: 0 is the embedding.
     """
     x_BTD = sharding.constrain(embed(params, tokens_BT, dtype), "rows")
     x_BTD, rows, tapped, caches = apply_blocks(cfg.block, params["layers"], x_BTD, context, tap)
-    return Pass(final_norm(cfg.block, params, x_BTD), rows, tapped, caches)
+    return ForwardOutput(final_norm(cfg.block, params, x_BTD), rows, tapped, caches)
 
 
 def stack_rows(rows: Rows) -> KV:

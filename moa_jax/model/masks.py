@@ -22,7 +22,7 @@ Array = jax.Array
     meta_fields=["behind"],
 )
 @dataclasses.dataclass(frozen=True)
-class Intervals:
+class IntervalMask:
     """Visible rows of P parts with T rows each: rows first to last of each part, if any.
 
         first 0 0 2    x . .
@@ -44,9 +44,9 @@ class Intervals:
         return jnp.concatenate(list(seen), axis=-1)
 
 
-def _intervals(*parts: tuple[Array, Array], behind: tuple[int, ...] = ()) -> Intervals:
+def _intervals(*parts: tuple[Array, Array], behind: tuple[int, ...] = ()) -> IntervalMask:
     first, last = zip(*parts, strict=True)
-    return Intervals(jnp.stack(first), jnp.stack(last), behind)
+    return IntervalMask(jnp.stack(first), jnp.stack(last), behind)
 
 
 def _begin(segment_BT: Array) -> Array:
@@ -58,7 +58,7 @@ def _index(segment_BT: Array) -> Array:
     return jnp.broadcast_to(jnp.arange(segment_BT.shape[1], dtype=jnp.int32), segment_BT.shape)
 
 
-def causal(segment_BT: Array) -> Intervals:
+def causal(segment_BT: Array) -> IntervalMask:
     """Each token sees itself and the earlier tokens of its own segment.
 
     segment 1 1 1 2 2
@@ -110,7 +110,7 @@ def known_past(segment_BT: Array) -> Array:
     return jnp.maximum(_begin(segment_BT), _index(segment_BT) - 1)
 
 
-def bounded_memory(start_BT: Array, segment_BT: Array) -> Intervals:
+def bounded_memory(start_BT: Array, segment_BT: Array) -> IntervalMask:
     """Cross-attention sees the memory of known tokens, never of future tokens.
 
     Queries 1, 2 and 3 steps after the last known token see the same memory, as in decoding,
@@ -129,7 +129,7 @@ def bounded_memory(start_BT: Array, segment_BT: Array) -> Intervals:
     return _intervals((_begin(segment_BT), start_BT))
 
 
-def staircase(start_BT: Array) -> Intervals:
+def staircase(start_BT: Array) -> IntervalMask:
     """In self-attention a token sees the tokens after the last known one, and itself.
 
         known  1 1 0 0 1 0
@@ -146,7 +146,7 @@ def staircase(start_BT: Array) -> Intervals:
     return _intervals((jnp.minimum(start_BT + 1, index_BT), index_BT))
 
 
-def on_policy(start_BT: Array, segment_BT: Array) -> Intervals:
+def on_policy(start_BT: Array, segment_BT: Array) -> IntervalMask:
     """Reused layers see the target's rows up to the last known token, then drafts: two parts.
 
     The first T rows are the target's keys and values of the tokens, the other T rows those of the
@@ -167,7 +167,7 @@ def on_policy(start_BT: Array, segment_BT: Array) -> Intervals:
     return _intervals((_begin(segment_BT), start_BT), (start_BT + 1, _index(segment_BT)))
 
 
-def fed_back(segment_BT: Array, step: int) -> Intervals:
+def fed_back(segment_BT: Array, step: int) -> IntervalMask:
     """Mask of pass `step` of a drafter that is fed its own features, with one part per pass.
 
     In pass j each token is the (j + 1)-th after the last known one. A token sees the rows of pass
@@ -193,7 +193,7 @@ def fed_back(segment_BT: Array, step: int) -> Intervals:
     return _intervals((begin_BT + 1, index_BT - step), *paths, behind=behind)
 
 
-def earlier_blocks(position_BT: Array, segment_BT: Array, size: int) -> Intervals:
+def earlier_blocks(position_BT: Array, segment_BT: Array, size: int) -> IntervalMask:
     """Cross-attention sees the whole blocks of `size` tokens before a token's own block.
 
     Blocks are counted from the start of each conversation. In decoding, memory ends with the last
@@ -239,37 +239,39 @@ def cached(ancestor_BNX: Array, length_B: Array, rows: int) -> Array:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["length_B", "ancestor_BTX"],
-    meta_fields=["num_behind", "first"],
+    meta_fields=["tree_size", "first"],
 )
 @dataclasses.dataclass(frozen=True)
-class Sight:
+class CacheMask:
     """Visible cache rows of the T tokens of a pass, without a mask over all rows; see `sight`."""
 
     length_B: Array
     ancestor_BTX: Array | None
-    num_behind: int  # X
+    tree_size: int  # X
     first: int
 
     def start_B(self, num_tokens: int) -> Array:
         """The row of the first of the T tokens."""
-        return self.length_B + (self.num_behind - num_tokens)
+        return self.length_B + (self.tree_size - num_tokens)
 
-    def behind(self, num_tokens: int) -> Array | np.ndarray:
+    def tree_mask(self, num_tokens: int) -> Array | np.ndarray:
         """Mask over the X rows after the prefix, (B, T, X); the first axis may be 1."""
         if self.ancestor_BTX is not None:
             return self.ancestor_BTX
-        return line(self.num_behind)[:, self.num_behind - num_tokens :]
+        return causal_tree(self.tree_size)[:, self.tree_size - num_tokens :]
 
     def mask(self, num_tokens: int, rows: int) -> Array:
         """The equivalent mask (B, T, rows); T is 1 without tokens after the verified rows."""
-        if self.num_behind:
-            seen_BTS = cached(self.behind(num_tokens), self.length_B, rows)
+        if self.tree_size:
+            seen_BTS = cached(self.tree_mask(num_tokens), self.length_B, rows)
         else:
             seen_BTS = (jnp.arange(rows) < self.length_B[:, None])[:, None]
         return seen_BTS & (jnp.arange(rows) >= self.first) if self.first else seen_BTS
 
 
-def sight(length_B: Array, ancestor_BTX: Array | np.ndarray | None = None, first: int = 0) -> Sight:
+def cache_mask(
+    length_B: Array, ancestor_BTX: Array | np.ndarray | None = None, first: int = 0
+) -> CacheMask:
     """The visible rows of T tokens: `length` verified rows, and ancestors among the X rows after.
 
     The T tokens are the last of the X, and a first axis of 1 applies to every row of a batch. A
@@ -277,14 +279,14 @@ def sight(length_B: Array, ancestor_BTX: Array | np.ndarray | None = None, first
     is 0 and the pass writes no rows. Rows before `first` are hidden.
     """
     if ancestor_BTX is None:
-        return Sight(length_B, None, 0, first)
+        return CacheMask(length_B, None, 0, first)
     T, X = ancestor_BTX.shape[1:]
     is_known = isinstance(ancestor_BTX, np.ndarray)
-    is_line = is_known and np.array_equal(ancestor_BTX, line(X)[:, X - T :])
-    return Sight(length_B, None if is_line else ancestor_BTX, X, first)
+    is_line = is_known and np.array_equal(ancestor_BTX, causal_tree(X)[:, X - T :])
+    return CacheMask(length_B, None if is_line else ancestor_BTX, X, first)
 
 
-def line(num_nodes: int) -> np.ndarray:
+def causal_tree(num_nodes: int) -> np.ndarray:
     """The ancestor matrix of a chain, (1, N, N): all earlier nodes are ancestors of a node.
 
     root      x . .

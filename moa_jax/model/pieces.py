@@ -30,7 +30,7 @@ def in_pieces(x_BNV: Array, fill: float | int) -> Array:
     return x_BNV.reshape(B, N, X, -1)
 
 
-def likeliest(order_XV: Array) -> Array:
+def argmax(order_XV: Array) -> Array:
     """`argmax` over the last axis of (..., V), as int32 (...); 0 where `finite_argmax` is -1."""
     return jnp.maximum(finite_argmax(order_XV), 0)
 
@@ -74,7 +74,7 @@ def _argmax_with_max(order_XV: Array) -> tuple[Array, Array]:
 def top_k(order_BNV: Array, count: int) -> tuple[Array, Array]:
     """Equals `lax.top_k`, also for ties: top-k of each piece, then of the pieces' results."""
     if count == 1:
-        index_BN1 = likeliest(order_BNV)[..., None]
+        index_BN1 = argmax(order_BNV)[..., None]
         return jnp.take_along_axis(order_BNV, index_BN1, axis=-1), index_BN1
     order_BNXP = in_pieces(order_BNV, -jnp.inf)
     B, N, X, P = order_BNXP.shape

@@ -160,7 +160,9 @@ def matmul(x: Array, kernel: Matrix, dtype: Any) -> Array:
     are not joined: the mesh may split the second of two, and XLA would gather them to join.
     """
     inputs, *outputs = kernel.shape
-    is_master = kernel.dtype != x.dtype and not sharding.is_cut()  # higher precision, in training
+    is_master = (
+        kernel.dtype != x.dtype and not sharding.on_decode_mesh()
+    )  # higher precision, in training
     apart = sharding.cuts_outputs() and not is_master
     multiply = functools.partial(jnp.tensordot, axes=1) if apart else jnp.matmul
     joined = lambda array, *before: array if apart else array.reshape(*before, -1)
@@ -219,7 +221,7 @@ def matmul_rows(x: Array, table_VD: Matrix, dtype: Any) -> Array:
 
 def lookup(table_VD: Matrix, ids: Array) -> Array:
     """Rows (..., D) of a table; a table that is split over a decoding mesh is not gathered."""
-    if not sharding.is_cut():
+    if not sharding.on_decode_mesh():
         return _rows(table_VD, ids)
     mesh = jax.sharding.get_abstract_mesh()
     table = sharding.dividing(("table", None), table_VD.shape, mesh)

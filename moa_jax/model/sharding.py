@@ -42,7 +42,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from moa_jax.config import MeshConfig
 from moa_jax.errors import InputError
 from moa_jax.model import convert
-from moa_jax.model.cache import KV, States
+from moa_jax.model.cache import KV, HiddenCache
 
 MESH_AXES = ("data", "fsdp", "tensor")
 DECODE_AXES = ("data", "tensor")
@@ -68,11 +68,11 @@ DECODE: AxisRules = TRAIN | {"rows": "data", "embed": None, "features": "tensor"
 
 
 # Rules for weights that are never updated and fit every device: replicated over `fsdp`.
-COPIED: AxisRules = TRAIN | {"embed": None, "table": "tensor"}
+REPLICATED: AxisRules = TRAIN | {"embed": None, "table": "tensor"}
 
 
 # Rules for a drafter of a target that is split over `tensor`: all devices split its rows.
-DRAFTER: AxisRules = TRAIN | {
+DRAFTER_RULES: AxisRules = TRAIN | {
     "rows": MESH_AXES,
     "embed": ("fsdp", "tensor"),
     **dict.fromkeys(("memory", "heads", "kv_heads", "mlp", "vocab")),
@@ -82,7 +82,7 @@ _RULES: ContextVar[AxisRules] = ContextVar("rules", default=TRAIN)
 
 
 @contextlib.contextmanager
-def ruled_by(rules: AxisRules) -> Iterator[None]:
+def use_rules(rules: AxisRules) -> Iterator[None]:
     """Context manager that sets the rules for programs traced for a training mesh."""
     token = _RULES.set(rules)
     try:
@@ -195,7 +195,7 @@ def constrain_inner(x: jax.Array, *axes: str | None) -> jax.Array:
     XLA would otherwise gather a layer's weights over `tensor` if the next operation splits rows.
     In decoding, the placement of the weights has the same effect.
     """
-    return x if is_cut() else constrain(x, *axes)
+    return x if on_decode_mesh() else constrain(x, *axes)
 
 
 def gathered(params: Any, table: convert.Table) -> Any:
@@ -209,7 +209,7 @@ def gathered(params: Any, table: convert.Table) -> Any:
 
     def whole(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         axes = table[tuple(step.key for step in path)].axes
-        return jax.lax.with_sharding_constraint(leaf, spec(axes, COPIED))
+        return jax.lax.with_sharding_constraint(leaf, spec(axes, REPLICATED))
 
     return jax.tree_util.tree_map_with_path(whole, params)
 
@@ -284,7 +284,7 @@ def specs_of(state: Any, mesh: Mesh | AbstractMesh) -> Any:
 
     Key-value caches are also split by heads, and `States` by features.
     """
-    kept = {KV: ("rows", "kv_heads", None, None), States: ("rows", None, "features")}
+    kept = {KV: ("rows", "kv_heads", None, None), HiddenCache: ("rows", None, "features")}
     axes = lambda part: kept.get(type(part), ("rows",))
 
     def place(part: Any) -> Any:
@@ -298,7 +298,7 @@ def of_state(state: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs_of(state, mesh))
 
 
-def born(make: Callable[[], Any], mesh: Mesh | None) -> Any:
+def init_sharded(make: Callable[[], Any], mesh: Mesh | None) -> Any:
     """The arrays that `make` returns, each part created on its own device."""
     if mesh is None:
         return make()
@@ -326,7 +326,7 @@ def put_state(state: Any, mesh: Mesh) -> Any:
 
 def constrain_whole(arrays: Any) -> Any:
     """Replicates arrays on every device, if a decoding mesh is set."""
-    if not is_cut():
+    if not on_decode_mesh():
         return arrays
     return jax.tree.map(
         lambda leaf: jax.lax.with_sharding_constraint(leaf, PartitionSpec()), arrays
@@ -335,14 +335,14 @@ def constrain_whole(arrays: Any) -> Any:
 
 def constrain_state(state: Any) -> Any:
     """Splits arrays by `specs_of`, if a decoding mesh is set."""
-    if not is_cut():
+    if not on_decode_mesh():
         return state
     specs = specs_of(state, jax.sharding.get_abstract_mesh())
     return jax.tree.map(jax.lax.with_sharding_constraint, state, specs)
 
 
 @functools.cache  # one warning per batch size and mesh
-def notice_copies(rows: int, mesh: Mesh | None) -> None:
+def warn_replicated(rows: int, mesh: Mesh | None) -> None:
     """Warns if `data` does not divide the batch, so that each part of the mesh decodes all rows."""
     data = 1 if mesh is None else mesh.shape["data"]
     if rows % data:
@@ -364,7 +364,7 @@ def name_of(mesh: Mesh) -> str:
     return ",".join(f"{axis}={size}" for axis, size in reversed(mesh.shape.items()) if size > 1)
 
 
-def is_cut() -> bool:
+def on_decode_mesh() -> bool:
     """Whether a program is being traced for a decoding mesh."""
     return jax.sharding.get_abstract_mesh().axis_names == DECODE_AXES
 
@@ -372,7 +372,7 @@ def is_cut() -> bool:
 def cuts_outputs() -> bool:
     """Whether the traced program runs on a mesh that splits the outputs of its products."""
     mesh = jax.sharding.get_abstract_mesh()
-    return is_cut() or (mesh.shape.get("tensor", 1) > 1 and _RULES.get()["mlp"] == "tensor")
+    return on_decode_mesh() or (mesh.shape.get("tensor", 1) > 1 and _RULES.get()["mlp"] == "tensor")
 
 
 def setting(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:

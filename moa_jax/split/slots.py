@@ -26,12 +26,12 @@ import numpy as np
 from moa_jax.config import MAX_DEPTH, DraftShape, Sampling
 from moa_jax.config.checks import is_id
 from moa_jax.decode import finite, sample, step
-from moa_jax.decode.programs import Programs, Ready, at_least, bucket, cache_rows_for
+from moa_jax.decode.programs import Programs, CompiledSizes, bucket_for, bucket, cache_rows_for
 from moa_jax.decode.room import MOST_STOPS, check_stops
-from moa_jax.decode.sample import Law, Said, law_of
+from moa_jax.decode.sample import BatchSampling, TokenCounts, make_batch_sampling
 from moa_jax.decode.session import for_decoding
-from moa_jax.decode.state import Limits, RoundState, Setup, Weights
-from moa_jax.drafters.api import NOTHING, Tapped, Tree
+from moa_jax.decode.state import StopConditions, RoundState, StaticConfig, Weights
+from moa_jax.drafters.api import NO_TOKEN, TargetActivations, Tree
 from moa_jax.errors import InputError
 from moa_jax.model import cache, llama, quantise, sharding
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
@@ -96,7 +96,7 @@ class Slot:
     done: str = ""
 
 
-class Slots:
+class TargetSlots:
     """Sessions that share a target and its caches on the device."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Slots:
         self.max_tokens, self.max_nodes, self.chunk = max_tokens, max_nodes, chunk
         own = for_decoding(Weights(target.params, None))
         self.weights = own._replace(drafter=quantise.in_panels(drafter and drafter.params))
-        num_rows = cache_rows_for(max_tokens + max(at_least(NODES, max_nodes), bucket(chunk)))
+        num_rows = cache_rows_for(max_tokens + max(bucket_for(NODES, max_nodes), bucket(chunk)))
         dtype = target.params["embed"].dtype
         caches_of = functools.partial(llama.init_caches, target.config, rows=num_rows, dtype=dtype)
         one = memory.num_bytes_of(jax.eval_shape(functools.partial(caches_of, batch=1)))
@@ -141,9 +141,9 @@ class Slots:
         self._empty = functools.partial(caches_of, batch=num_slots + 1)
         self._scratch = num_slots  # padding rows of a pass write here
         self._slots: list[Slot | None] = [None] * num_slots
-        setup = Setup(target.config, functions, DraftShape(1))
+        setup = StaticConfig(target.config, functions, DraftShape(1))
         self._programs = Programs(setup, (self.weights,), dtype, drafts=True)
-        self._ready = Ready[PassSize]()
+        self._ready = CompiledSizes[PassSize]()
         self._renew()
 
     def open(
@@ -182,7 +182,7 @@ class Slots:
     def _renew(self) -> None:
         """Frees the caches, then allocates empty ones."""
         self._caches = None
-        self._caches = sharding.born(self._empty, sharding.mesh_of(self.weights.target))
+        self._caches = sharding.init_sharded(self._empty, sharding.mesh_of(self.weights.target))
         self._sound = True
 
     def read(self, slot: int, tokens: Sequence[int], *, pick_root: bool) -> Reply:
@@ -277,14 +277,14 @@ class Slots:
         `short` adds smaller sizes for short prompts. The first two sizes fit every request, so a
         server can start once these two are compiled.
         """
-        most = at_least(NODES, self.max_nodes)
+        most = bucket_for(NODES, self.max_nodes)
         reads = sorted({bucket(count) for count in range(1, self.chunk + 1)})
         rows = sorted({self._num_rows(count) for count in range(1, len(self._slots) + 1)})
-        widths = sorted({min(at_least(NODES, number), most) for number in nodes})
+        widths = sorted({min(bucket_for(NODES, number), most) for number in nodes})
         found = [PassSize(_read, 1, reads[-1], True), PassSize(_verify, rows[-1], most, True)]
         found += [PassSize(_read, 1, T, True) for T in reads if short]
-        for law in (False, True) if sampled else (False,):
-            found += [PassSize(_verify, A, N, law) for A in rows for N in widths]
+        for batch_sampling in (False, True) if sampled else (False,):
+            found += [PassSize(_verify, A, N, batch_sampling) for A in rows for N in widths]
         return list(dict.fromkeys(found))
 
     def compile(self, size: PassSize) -> None:
@@ -305,13 +305,13 @@ class Slots:
         if function is _read:
             own = PassSize(function, 1, bucket(width), True)
         else:
-            own = PassSize(function, self._num_rows(count), at_least(NODES, width), sampled)
+            own = PassSize(function, self._num_rows(count), bucket_for(NODES, width), sampled)
         holds = lambda size: size.function is function and size.holds(count, width, sampled)
         return self._ready.cheapest(holds, lambda size: (size != own, *size.cost)) or own
 
     def _num_rows(self, count: int) -> int:
         """Padded batch size of a pass over `count` sessions, at most the number of slots."""
-        return min(at_least(SESSIONS, count), len(self._slots))
+        return min(bucket_for(SESSIONS, count), len(self._slots))
 
     def _session(self, slot: int) -> Slot:
         session = self._slots[slot]
@@ -342,7 +342,7 @@ class Slots:
         slots: Sequence[int],
         sessions: Sequence[Slot],
         texts: Sequence[Sequence[int]],
-    ) -> Served:
+    ) -> PassInputs:
         """The arrays of a pass: one row per session, then padding rows for the scratch slot.
 
         `texts` are the sequences for penalties: all tokens committed before the pass samples.
@@ -354,17 +354,19 @@ class Slots:
         for row, session in enumerate(sessions):
             slot_A[row], length_A[row], total_A[row] = slots[row], session.length, session.total
             stop_ids_AX[row, : len(session.stop_ids)] = sorted(session.stop_ids)
-        limits = Limits(total_A, stop_ids_AX)
+        limits = StopConditions(total_A, stop_ids_AX)
         if not size.sampled:
-            return Served(slot_A, length_A, limits, Law())
+            return PassInputs(slot_A, length_A, limits, BatchSampling())
         rows = [session.sampling for session in sessions]
-        law = law_of(rows + [Sampling()] * (A - len(rows)), self.target.config.vocab_size, True)
-        text_AC = np.full((A, self.max_tokens), NOTHING, np.int32)
+        batch_sampling = make_batch_sampling(
+            rows + [Sampling()] * (A - len(rows)), self.target.config.vocab_size, True
+        )
+        text_AC = np.full((A, self.max_tokens), NO_TOKEN, np.int32)
         for text_C, text in zip(text_AC, texts, strict=False):
             text_C[: len(text)] = text
         prompts = [session.prompt_length for session in sessions]
         prompt_length_A = np.array(prompts + [0] * (A - len(prompts)), np.int32)
-        return Served(slot_A, length_A, limits, law, prompt_length_A, text_AC)
+        return PassInputs(slot_A, length_A, limits, batch_sampling, prompt_length_A, text_AC)
 
     def _run(self, function: Any, *arrays: Any) -> Any:
         """Runs one pass over the slots' caches; returns its other outputs as NumPy arrays."""
@@ -380,7 +382,7 @@ class Slots:
 
 def _tree_of(root: int, request: DraftRequest, size: int) -> Tree:
     """One row of a pass: the root, the draft's nodes, then padding nodes."""
-    tokens_N = np.full(size, NOTHING, np.int32)
+    tokens_N = np.full(size, NO_TOKEN, np.int32)
     parent_N, depth_N = np.zeros(size, np.int32), np.zeros(size, np.int32)
     ancestor_NN = np.eye(size, dtype=bool)
     tokens_N[0] = root
@@ -411,76 +413,82 @@ def _rows_of(leaf: np.ndarray, row: int, count: int) -> np.ndarray:
 # ---- on the device ------------------------------------------------------------------------
 
 
-class Served(NamedTuple):
+class PassInputs(NamedTuple):
     """The sessions of a pass as arrays: slots, lengths, limits and sampling settings."""
 
     slot_A: Array
     length_A: Array  # tokens processed
-    limits: Limits
-    law: Law
+    limits: StopConditions
+    batch_sampling: BatchSampling
     # Only in sampled passes: prompt lengths, and the sequences for penalties.
     prompt_length_A: Array | None = None
     text_AC: Array | None = None
 
 
 def _read(
-    setup: Setup,
+    setup: StaticConfig,
     weights: Weights,
     caches: llama.Caches,
-    served: Served,
+    served: PassInputs,
     tokens_1T: Array,
     count_1: Array,
 ) -> tuple[llama.Caches, Array, list[Array]]:
     """Processes T given tokens of one slot; returns caches, the next token and digest leaves."""
-    now = _taken(setup, caches, served)
-    now, hidden_1D, tapped = step.read(setup, weights, now, tokens_1T, count_1)
-    now, root_1 = step.choose_after(weights, now, hidden_1D, served.law)
+    round_state = _taken(setup, caches, served)
+    round_state, hidden_1D, tapped = step.read(setup, weights, round_state, tokens_1T, count_1)
+    round_state, root_1 = step.choose_after(weights, round_state, hidden_1D, served.law)
     leaves = _digest(setup, weights, served.length_A, tapped)
-    return _put(caches, now.target_caches, served, tokens_1T.shape[1]), root_1, leaves
+    return _put(caches, round_state.target_caches, served, tokens_1T.shape[1]), root_1, leaves
 
 
 def _verify(
-    setup: Setup, weights: Weights, caches: llama.Caches, served: Served, tree: Tree
+    setup: StaticConfig, weights: Weights, caches: llama.Caches, served: PassInputs, tree: Tree
 ) -> tuple[llama.Caches, Array, Array, list[Array]]:
     """Verifies A trees of N nodes; returns caches, emitted tokens, their counts, digest leaves."""
     N = tree.tokens_BN.shape[1]
     # A shape that covers every tree of N nodes: up to N levels, as in a chain.
     setup = setup._replace(shape=DraftShape(N, 2, N - 1) if N > 1 else DraftShape(1))
-    now = _taken(setup, caches, served)
-    found = step.verify_tree(setup, weights, now, served.law, tree)
-    _, count_A = step.commit(now, found.verdict, served.limits)
+    round_state = _taken(setup, caches, served)
+    found = step.verify_tree(setup, weights, round_state, served.law, tree)
+    _, count_A = step.commit(round_state, found.result, served.limits)
     leaves = _digest(setup, weights, served.length_A, found.tapped)
     caches = _put(caches, found.caches, served, N)
-    return caches, found.verdict.emitted_BD, count_A, leaves
+    return caches, found.result.emitted_BD, count_A, leaves
 
 
-def _cleared(setup: Setup, weights: Weights, caches: llama.Caches, slot: Array) -> llama.Caches:
+def _cleared(
+    setup: StaticConfig, weights: Weights, caches: llama.Caches, slot: Array
+) -> llama.Caches:
     """The caches of all slots, with one slot set to zeros."""
     return jax.tree.map(lambda cache_SKRE: cache_SKRE.at[slot].set(0), caches)
 
 
-def _digest(setup: Setup, weights: Weights, start_A: Array, tapped: Tapped) -> list[Array]:
+def _digest(
+    setup: StaticConfig, weights: Weights, start_A: Array, tapped: TargetActivations
+) -> list[Array]:
     if setup.drafter is None:
         return []
-    return jax.tree.leaves(setup.drafter.digest(weights.drafter, start_A, tapped))
+    return jax.tree.leaves(setup.drafter.condense(weights.drafter, start_A, tapped))
 
 
-def _taken(setup: Setup, caches: llama.Caches, served: Served) -> RoundState:
+def _taken(setup: StaticConfig, caches: llama.Caches, served: PassInputs) -> RoundState:
     """Gathers the caches of the pass's slots into a RoundState."""
     A = len(served.slot_A)
-    said = Said()
+    token_counts = TokenCounts()
     if served.text_AC is not None:
         text = (served.text_AC, served.prompt_length_A)
-        said = sample.said_in(served.law, *text, setup.target.vocab_size)
+        token_counts = sample.counts_in(served.law, *text, setup.target.vocab_size)
     return RoundState(
         served.length_A,
         jnp.zeros(A, bool),
-        said,
+        token_counts,
         jax.tree.map(lambda cache_SKRE: cache_SKRE[served.slot_A], caches),
     )
 
 
-def _put(caches: llama.Caches, worked: llama.Caches, served: Served, count: int) -> llama.Caches:
+def _put(
+    caches: llama.Caches, worked: llama.Caches, served: PassInputs, count: int
+) -> llama.Caches:
     """Scatters the `count` rows after each session's length back into the caches of all slots."""
     row_AT = served.length_A[:, None] + jnp.arange(count)
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from moa_jax.config import DistillConfig, TargetConfig
 from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.drafters import DRAFTERS, losses, method_of
-from moa_jax.drafters.api import Drafter, Shared, Tapped, Taps
+from moa_jax.drafters.api import Drafter, Shared, TargetActivations, TapSpec
 from moa_jax.errors import InputError
 from moa_jax.model import attention, chunks, convert, llama, masks, sharding
 from moa_jax.training.optim import optimizer
@@ -29,15 +29,17 @@ Probe = Callable[[Any, Any, Batch], dict[str, Array]]
 Keep = Callable[[Any, Batch], Parts]  # (target params, batch) -> arrays (B, ...)
 
 
-def tap(cfg: TargetConfig, drafter: Drafter, params: Any, batch: Batch, dtype: Any) -> Tapped:
+def tap(
+    cfg: TargetConfig, drafter: Drafter, params: Any, batch: Batch, dtype: Any
+) -> TargetActivations:
     """One pass of the frozen target over whole conversations, masked by their segments."""
     context = llama.Context(batch.position_BT, masks.causal(batch.segment_BT))
     found = llama.forward(cfg, params, batch.tokens_BT, context, drafter.taps.streams, dtype)
-    tapped = Tapped(llama.stack_rows(found.rows), found.tapped, found.hidden_BTD)
+    tapped = TargetActivations(llama.stack_rows(found.rows), found.tapped, found.hidden_BTD)
     return jax.tree.map(jax.lax.stop_gradient, tapped)
 
 
-def make_keep(cfg: TargetConfig, taps: Taps, dtype: Any) -> Keep:
+def make_keep(cfg: TargetConfig, taps: TapSpec, dtype: Any) -> Keep:
     """Make a function that computes the parts of a target cache, for drafters that read `taps`."""
 
     def keep(frozen: Any, batch: Batch) -> Parts:
@@ -71,14 +73,14 @@ def make_loss(
             tapped = tapped_of(cfg, drafter.taps, frozen, parts)
         else:
             tapped = tap(cfg, drafter, frozen, batch, dtype)
-        shared = _head_gathered(drafter.borrow(frozen))
-        with sharding.ruled_by(rules):
+        shared = _head_gathered(drafter.shared_params(frozen))
+        with sharding.use_rules(rules):
             return drafter.loss(params, shared, *_handed_over(batch, tapped), key, progress)
 
     return loss
 
 
-def _handed_over(batch: Batch, tapped: Tapped) -> tuple[Batch, Tapped]:
+def _handed_over(batch: Batch, tapped: TargetActivations) -> tuple[Batch, TargetActivations]:
     """The batch and activations that a drafter reads, with rows sharded by the drafter's rules."""
     layers, rest = tapped.rows_LBKTE, tapped._replace(rows_LBKTE=None)
     layers = jax.tree.map(lambda x: sharding.constrain(x, "layers", "rows", "kv_heads"), layers)
@@ -123,9 +125,9 @@ def make_probe(
 
     def probe(params: Any, frozen: Any, batch: Batch) -> dict[str, Array]:
         tapped = tap(cfg, drafter, frozen, batch, dtype)
-        shared = drafter.borrow(frozen)
+        shared = drafter.shared_params(frozen)
         known_BT = ~batch.response_BT | (batch.position_BT % (horizon + 1) == 0)
-        with sharding.ruled_by(rules):
+        with sharding.use_rules(rules):
             given = _handed_over(batch, tapped)
             feature_BTD = drafter.teacher_forced(params, shared, *given, known_BT, horizon)
         feature_BTD = sharding.constrain(feature_BTD, "rows")
@@ -219,7 +221,7 @@ def make_train_step(
     everywhere = sharding.replicated(mesh)
     frozen = abstract_frozen(target_cfg, dtype)
     copied = _is_copied(config, frozen, mesh, memory)
-    of_target = sharding.COPIED if copied else sharding.TRAIN
+    of_target = sharding.REPLICATED if copied else sharding.TRAIN
     frozen_at = sharding.of_table(convert.target_table(target_cfg), mesh, of_target)
     opt_state = optax.tree.map_params(
         tx,
@@ -254,8 +256,8 @@ def _drafter_at(
     rows = config.data.rows_per_batch // config.optim.accumulate
     if mesh.shape["tensor"] > 1 and rows % mesh.size == 0 and not drafter.own_head:
         with contextlib.suppress(InputError):
-            of_drafter = sharding.of_table(table, mesh, sharding.DRAFTER)
-            return sharding.DRAFTER, sharding.tree_of(params, of_drafter)
+            of_drafter = sharding.of_table(table, mesh, sharding.DRAFTER_RULES)
+            return sharding.DRAFTER_RULES, sharding.tree_of(params, of_drafter)
     return sharding.TRAIN, sharding.tree_of(params, sharding.of_table(table, mesh))
 
 

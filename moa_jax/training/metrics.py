@@ -68,7 +68,7 @@ class MetricsLog:
             self._file: TextIO = io.StringIO()
             self._file.write(text)
             return
-        with self._telling_faults():
+        with self._warn_on_error():
             if found and step < 0:
                 _put_aside(path)
             write_whole(path, text)
@@ -77,7 +77,7 @@ class MetricsLog:
     def write(self, step: int, kind: str, values: dict[str, Any]) -> Record:
         """Writes one record and returns it with plain Python numbers, None for those not finite."""
         record = {"step": step, "kind": kind} | {k: _plain(v) for k, v in values.items()}
-        with self._telling_faults():
+        with self._warn_on_error():
             self._file.write(_line(record))
             self._file.flush()
         if self._mirror is not None:
@@ -86,7 +86,7 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Flushes the records to disk, so that they survive a power cut."""
-        with self._telling_faults():
+        with self._warn_on_error():
             if isinstance(self._file, io.StringIO):
                 self._path.write_text(self._file.getvalue())
             else:
@@ -99,7 +99,7 @@ class MetricsLog:
             self._file.close()
 
     @contextlib.contextmanager
-    def _telling_faults(self) -> Iterator[None]:
+    def _warn_on_error(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

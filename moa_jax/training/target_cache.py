@@ -31,7 +31,7 @@ import numpy as np
 from moa_jax.config import TargetConfig
 from moa_jax.data.batches import Batches, Mixture
 from moa_jax.data.shards import alone
-from moa_jax.drafters.api import Tapped, Taps
+from moa_jax.drafters.api import TargetActivations, TapSpec
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.folders import read_json, write_json
 from moa_jax.files.places import check_folder
@@ -50,13 +50,13 @@ GB = 1e9
 ROWS_HASHED = 1024  # at a time
 
 
-def part_names(taps: Taps) -> list[str]:
+def part_names(taps: TapSpec) -> list[str]:
     """Names of the parts that `taps` needs, always including the output of the last layer."""
     rows = ["keys", "values"] if taps.rows else []
     return [LAST, *rows, *(f"stream-{layer}" for layer in taps.streams)]
 
 
-def parts_of(taps: Taps, rows_LBKTE: KV, streams: Sequence[Array], last_BTD: Array) -> Parts:
+def parts_of(taps: TapSpec, rows_LBKTE: KV, streams: Sequence[Array], last_BTD: Array) -> Parts:
     """The parts that `part_names` names, as arrays (B, ...).
 
     The final norm is not stored but recomputed: a compiler fuses the norm with the operations
@@ -66,20 +66,20 @@ def parts_of(taps: Taps, rows_LBKTE: KV, streams: Sequence[Array], last_BTD: Arr
     return dict(zip(part_names(taps), [last_BTD, *rows, *streams], strict=True))
 
 
-def tapped_of(cfg: TargetConfig, taps: Taps, params: Any, parts: Parts) -> Tapped:
+def tapped_of(cfg: TargetConfig, taps: TapSpec, params: Any, parts: Parts) -> TargetActivations:
     """The activations that `taps` needs, from parts that may hold more."""
     last_BTD, *rest = (parts[name] for name in part_names(taps))
     rows_LBKTE = None
     if taps.rows:
         k_BLKTE, v_BLKTE, *rest = rest
         rows_LBKTE = KV(jnp.moveaxis(k_BLKTE, 0, 1), jnp.moveaxis(v_BLKTE, 0, 1))
-    return Tapped(rows_LBKTE, tuple(rest), llama.final_norm(cfg.block, params, last_BTD))
+    return TargetActivations(rows_LBKTE, tuple(rest), llama.final_norm(cfg.block, params, last_BTD))
 
 
-def union(taps: Sequence[Taps]) -> Taps:
+def union(taps: Sequence[TapSpec]) -> TapSpec:
     """All activations that any of several drafters reads."""
     streams = sorted({layer for each in taps for layer in each.streams})
-    return Taps(any(each.rows for each in taps), tuple(streams))
+    return TapSpec(any(each.rows for each in taps), tuple(streams))
 
 
 def rows_hash(source: Batches | Mixture) -> str:

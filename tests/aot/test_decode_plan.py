@@ -15,7 +15,7 @@ from infer.bench.plan import decoding, hlo, lowering
 from infer.bench.plan.hlo import LARGE, Kernel
 from infer.bench.plan.lowering import Cost, HloModule
 from infer.bench.plan.machines import machine
-from moa_jax.decode.state import Setup
+from moa_jax.decode.state import StaticConfig
 from moa_jax.errors import InputError
 from moa_jax.pretrained import functions_of
 
@@ -400,9 +400,9 @@ def test_moves_of_2_mib_are_listed_with_their_phase():
     assert (move["opcode"], move["bytes"], move["phase"]) == ("copy", LARGE, "draft")
 
 
-def setup_of(request: decoding.PlanRequest) -> Setup:
+def setup_of(request: decoding.PlanRequest) -> StaticConfig:
     drafter = request.drafter and functions_of(request.drafter, request.target)
-    return Setup(request.target, drafter, request.shape)
+    return StaticConfig(request.target, drafter, request.shape)
 
 
 def level_and_target(rows: int) -> tuple[int, int]:

@@ -28,8 +28,8 @@ from infer.bench.plan.lowering import (
 )
 from infer.bench.plan.machines import devices, has_compiler, machine
 from moa_jax.config import DraftShape
-from moa_jax.decode.room import Room
-from moa_jax.decode.state import Setup
+from moa_jax.decode.room import CacheLimits
+from moa_jax.decode.state import StaticConfig
 from moa_jax.drafters import DRAFTERS
 from moa_jax.model import llama, masks
 
@@ -201,7 +201,7 @@ UNEVEN = 2047  # rows
 def session_rows(num_nodes: int) -> int:
     """The rows of the caches that `Session` makes."""
     draft_rows = DRAFTS[num_nodes].num_rows
-    return Room(LLAMA.max_position_embeddings, None, draft_rows).rows(PROMPT + ANSWER)
+    return CacheLimits(LLAMA.max_position_embeddings, None, draft_rows).rows_for(PROMPT + ANSWER)
 
 
 def decode_program(num_nodes: int, cache_rows: int) -> tuple[HloModule, int]:
@@ -211,7 +211,7 @@ def decode_program(num_nodes: int, cache_rows: int) -> tuple[HloModule, int]:
     """
     cfg, shape = dataclasses.replace(LLAMA, num_layers=LAYERS), DRAFTS[num_nodes]
     drafter = DRAFTERS["moa"].make(PAPER.drafter, cfg) if shape.num_drafted else None
-    setup = Setup(cfg, drafter, shape)
+    setup = StaticConfig(cfg, drafter, shape)
     weights = abstract_weights(setup)
     return compile_decode(devices(H200)[0], setup, weights, cache_rows), num_bytes(weights)
 
@@ -220,7 +220,7 @@ def bundled_program(num_nodes: int, cache_rows: int) -> tuple[HloModule, int]:
     """The same for the bundled pair, which compiles sooner, in a session that chooses."""
     target, shape = demo_target.config.target, DRAFTS[num_nodes]
     drafter = DRAFTERS["moa"].make(demo_drafter.config.drafter, target)
-    setup = Setup(target, drafter, shape, catches_up=True)
+    setup = StaticConfig(target, drafter, shape, catches_up=True)
     weights = abstract_weights(setup)
     return compile_decode(devices(H200)[0], setup, weights, cache_rows), num_bytes(weights)
 
@@ -228,7 +228,7 @@ def bundled_program(num_nodes: int, cache_rows: int) -> tuple[HloModule, int]:
 def batch_program(num_nodes: int, cache_rows: int) -> tuple[HloModule, int]:
     """The 8B pair with four layers, decoding 32 rows side by side."""
     cfg = dataclasses.replace(LLAMA, num_layers=4)
-    setup = Setup(cfg, DRAFTERS["moa"].make(PAPER.drafter, cfg), DRAFTS[num_nodes])
+    setup = StaticConfig(cfg, DRAFTERS["moa"].make(PAPER.drafter, cfg), DRAFTS[num_nodes])
     weights = abstract_weights(setup)
     program = compile_decode(devices(H200)[0], setup, weights, cache_rows, batch=32)
     return program, num_bytes(weights)
@@ -237,7 +237,7 @@ def batch_program(num_nodes: int, cache_rows: int) -> tuple[HloModule, int]:
 def prefill_program(num_layers: int, cache_rows: int) -> tuple[HloModule, int]:
     """The same pair with fewer layers, reading a prompt; memory is asked of chains alone."""
     cfg = dataclasses.replace(LLAMA, num_layers=num_layers)
-    setup = Setup(cfg, DRAFTERS["moa"].make(PAPER.drafter, cfg), DRAFTS[8])
+    setup = StaticConfig(cfg, DRAFTERS["moa"].make(PAPER.drafter, cfg), DRAFTS[8])
     weights = abstract_weights(setup)
     return compile_prefill(devices(H200)[0], setup, weights, cache_rows), num_bytes(weights)
 
@@ -245,7 +245,7 @@ def prefill_program(num_layers: int, cache_rows: int) -> tuple[HloModule, int]:
 def stacked_program(num_layers: int = 2) -> tuple[HloModule, int]:
     """The control: layers as one stack, which `scan` cuts a copy of each weight from."""
     cfg = dataclasses.replace(LLAMA, num_layers=num_layers, vocab_size=512)
-    setup = Setup(cfg, None, DraftShape(1))
+    setup = StaticConfig(cfg, None, DraftShape(1))
     params = abstract_weights(setup).target
     stack = lambda *leaves: jax.ShapeDtypeStruct((num_layers, *leaves[0].shape), leaves[0].dtype)
     params = params | {"layers": jax.tree.map(stack, *params["layers"])}
@@ -253,7 +253,7 @@ def stacked_program(num_layers: int = 2) -> tuple[HloModule, int]:
     def decode(params, root_11, count):
         def one(carry):
             done, token_11 = carry
-            context = llama.Context(token_11 * 0, masks.line(1))
+            context = llama.Context(token_11 * 0, masks.causal_tree(1))
             found = llama.forward(cfg, params, token_11, context)
             logits_11V = llama.unembed(params, found.hidden_BTD)
             return done + 1, jnp.argmax(logits_11V, axis=-1).astype(jnp.int32)

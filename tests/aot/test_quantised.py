@@ -13,7 +13,7 @@ from configs.moa_llama3_8b import config as PAPER
 from infer.bench.plan import hlo
 from infer.bench.plan.lowering import abstract_weights, compile_decode, num_bytes
 from infer.bench.plan.machines import devices
-from moa_jax.decode.state import Setup
+from moa_jax.decode.state import StaticConfig
 from moa_jax.drafters import DRAFTERS
 from moa_jax.model import quantise
 from tests.aot.test_lowering import DRAFTS, H200, LLAMA, needs_compiler, reported, session_rows
@@ -23,10 +23,10 @@ SMALLEST = LLAMA.block.hidden_size**2  # bytes of a matrix: what goes out of att
 TWO = dataclasses.replace(LLAMA, num_layers=2)
 
 
-def setup_of(num_nodes: int) -> Setup:
+def setup_of(num_nodes: int) -> StaticConfig:
     shape = DRAFTS[num_nodes]
     drafter = DRAFTERS["moa"].make(PAPER.drafter, TWO) if shape.num_drafted else None
-    return Setup(TWO, drafter, shape)
+    return StaticConfig(TWO, drafter, shape)
 
 
 def widened(text: str) -> list[tuple[str, int]]:

@@ -42,11 +42,11 @@ from moa_jax.config import (
 )
 from moa_jax.decode.costs import Costs, Place
 from moa_jax.decode.engine import Engine, Request
-from moa_jax.decode.state import Setup
+from moa_jax.decode.state import StaticConfig
 from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.files import placement
 from moa_jax.model import attention, convert, quantise, sharding
-from moa_jax.model.cache import KV, States
+from moa_jax.model.cache import KV, HiddenCache
 from moa_jax.model.sharding import decoding_mesh
 from moa_jax.pretrained import (
     LoadedDrafter,
@@ -56,7 +56,7 @@ from moa_jax.pretrained import (
     save_target,
     table_of,
 )
-from moa_jax.split.slots import DraftRequest, Slots
+from moa_jax.split.slots import DraftRequest, TargetSlots
 from tests.conftest import arrays_of
 from tests.pairs import as_recorded, options_of_case, prompts_of
 
@@ -194,13 +194,13 @@ def decoded(name: str, shape: str, mesh: Mesh | None, likely: int | None) -> lis
     ]
 
 
-def assert_is_split(state: Any, rows: int, mesh: Mesh, setup: Setup) -> None:
+def assert_is_split(state: Any, rows: int, mesh: Mesh, setup: StaticConfig) -> None:
     """Caches are cut by heads, kept states by features, both by rows, where these divide."""
     kept = [part for part in jax.tree.leaves(state, is_leaf=is_kept) if is_kept(part)]
     assert sum(isinstance(part, KV) for part in kept) >= CONFIG.num_layers
     taps = setup.drafter and setup.drafter.taps
     sets_aside = setup.catches_up and bool(taps.streams or taps.hidden)
-    assert any(isinstance(part, States) for part in kept) == sets_aside
+    assert any(isinstance(part, HiddenCache) for part in kept) == sets_aside
     for part in kept:
         axes = {0: "data", 1 if isinstance(part, KV) else 2: "tensor"}
         for leaf in part:
@@ -213,7 +213,7 @@ def assert_is_split(state: Any, rows: int, mesh: Mesh, setup: Setup) -> None:
 
 
 def is_kept(part: Any) -> bool:
-    return isinstance(part, KV | States)
+    return isinstance(part, KV | HiddenCache)
 
 
 def served(name: str, shape: str, mesh: Mesh | None) -> list[dict[str, Any]]:
@@ -243,7 +243,9 @@ def served(name: str, shape: str, mesh: Mesh | None) -> list[dict[str, Any]]:
 def verified(name: str, mesh: Mesh | None) -> list[dict[str, Any]]:
     """The same texts by the target's half for clients, whose drafts are right but for the last."""
     loaded = target(mesh)
-    slots = Slots(loaded, drafter(name, mesh), num_slots=3, max_tokens=64, max_nodes=4, chunk=16)
+    slots = TargetSlots(
+        loaded, drafter(name, mesh), num_slots=3, max_tokens=64, max_nodes=4, chunk=16
+    )
     (where,) = {leaf.sharding.spec for leaf in jax.tree.leaves(slots._caches)}
     assert where[1] == "tensor", where
     rows = []

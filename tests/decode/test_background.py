@@ -5,12 +5,12 @@ import subprocess
 import sys
 import threading
 
-from moa_jax.decode.background import Background
+from moa_jax.decode.background import BackgroundWorker
 
 
 def test_jobs_are_done_in_order_and_once(caplog):
     done, begin = [], threading.Event()
-    background = Background()
+    background = BackgroundWorker()
     assert background.submit("wait", begin.wait) and background.is_busy
     for index, name in enumerate("abab"):
         is_new = background.submit(name, lambda name=name: done.append(name))
@@ -30,7 +30,7 @@ def test_jobs_are_done_in_order_and_once(caplog):
 
 def test_a_job_that_fails_runs_again_when_it_is_submitted_again(caplog):
     """At most three times, each with its traceback in the log; one that succeeded does not."""
-    background, tries = Background(), []
+    background, tries = BackgroundWorker(), []
 
     def fails_twice() -> None:
         tries.append(len(tries))
@@ -80,7 +80,7 @@ def test_whoever_is_in_a_hurry_leaves_what_was_begun():
         [sys.executable, "-c", code, "or for ever"], capture_output=True, text=True, timeout=300
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (7, "ends\nlast\n", "")
-    Background().leave(7)
+    BackgroundWorker().exit_now(7)
 
 
 def test_whoever_interrupts_the_wait_ends_the_process():
@@ -103,7 +103,7 @@ def test_memory_is_given_back_seldom(monkeypatch):
     """It is taken from those who would use it again, too."""
     returns = []
     monkeypatch.setattr("moa_jax.decode.background._give_back_memory", lambda: returns.append(1))
-    background = Background()
+    background = BackgroundWorker()
     for name in "abc":
         background.submit(name, lambda: None)
     background.wait()

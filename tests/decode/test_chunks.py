@@ -153,7 +153,7 @@ def test_chunks_fill_a_cache_to_its_last_row():
     expected, *_ = started(session("moa-1", WHOLE, cache_rows=128), prompts)
     found, *_ = started(session("moa-1", 50, cache_rows=128), prompts)
     assert_same_start(found, expected, (length, 51))
-    assert found.now.target_caches[0].k_BKSE.shape[2] == 128 < 3 * 50
+    assert found.round.target_caches[0].k_BKSE.shape[2] == 128 < 3 * 50
 
 
 def test_a_penalty_sees_the_prompt_and_the_first_token_alone():
@@ -162,7 +162,7 @@ def test_a_penalty_sees_the_prompt_and_the_first_token_alone():
     expected, *_ = started(session(None, WHOLE), sampling=sampling)
     found, *_ = started(session(None, 7), sampling=sampling)
     assert_same_start(found, expected)
-    rows = zip(*found.now.said, found.tokens_BC, PROMPTS, strict=True)
+    rows = zip(*found.round.token_counts, found.tokens_BC, PROMPTS, strict=True)
     for seen_V, times_V, tokens_C, prompt in rows:
         first = int(tokens_C[len(prompt)])
         assert set(np.flatnonzero(seen_V).tolist()) == {*prompt, first}

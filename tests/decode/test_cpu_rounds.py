@@ -48,7 +48,7 @@ def pair(request, tmp_path_factory) -> Pair:
 def copies(session: Session, batch: int, new_tokens: int = 9) -> list[Move]:
     """What the loop of rounds copies of the size of a cache, or larger."""
     state, limits, law, _ = session.start([[5, 6, 7]] * batch, new_tokens, NO_STOP, GREEDY)
-    size = min(rows.nbytes for kv in state.now.target_caches for rows in kv)
+    size = min(rows.nbytes for kv in state.round.target_caches for rows in kv)
     return large_moves(session.loop(state, limits, law).as_text(), size)
 
 
@@ -74,7 +74,7 @@ def test_a_round_in_bfloat16_widens_no_cache(pair, batch):
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), pair.target.params)
     session = Session(pair.target._replace(params=narrow))
     state, limits, law, _ = session.start([[5, 6, 7]] * batch, 9, NO_STOP, GREEDY)
-    caches = state.now.target_caches[0].k_BKSE
+    caches = state.round.target_caches[0].k_BKSE
     program = parse(session.loop(state, limits, law).as_text())
     stored = [each for name, part in program.items() if "computation" not in name for each in part]
     lines = {name: line for part in program.values() for name, line in part.items()}

@@ -124,7 +124,7 @@ def assert_same_drafter(kept: Sequence[Kept], others: Sequence[Kept]) -> int:
     whole = 0
     for one, other in zip(kept, others, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
-        known = int(one.live.now.behind.known_B[0])
+        known = int(one.live.now.draft_lag.draft_len_B[0])
         whole += known == len(one.tokens)
         caches = [jax.tree.leaves(each.live.now.draft_cache) for each in (one, other)]
         for ours, theirs in zip(*caches, strict=True):

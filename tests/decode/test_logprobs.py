@@ -10,7 +10,7 @@ import pytest
 from moa_jax import Session
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import logprobs
-from moa_jax.decode.state import Setup
+from moa_jax.decode.state import StaticConfig
 from moa_jax.model import llama, masks
 from tests.model_folders import refusal
 from tests.pairs import NO_STOP, Pair, random_pair_of
@@ -47,7 +47,7 @@ def by_one_pass(pair: Pair, prompt: list[int], tokens: list[int]) -> np.ndarray:
     """The raw log-probabilities (T, V) of what follows each token before one of the answer."""
     text_1T = jnp.array([[*prompt, *tokens]])
     T = text_1T.shape[1]
-    context = llama.Context(jnp.arange(T)[None], masks.line(T))
+    context = llama.Context(jnp.arange(T)[None], masks.causal_tree(T))
     found = llama.forward(pair.target.config, pair.target.params, text_1T, context)
     logits_1TV = llama.unembed(pair.target.params, found.hidden_BTD)
     return np.asarray(jax.nn.log_softmax(logits_1TV))[0, len(prompt) - 1 : -1]
@@ -98,7 +98,7 @@ def test_without_them_nothing_is_kept(pair):
     session = Session(pair.target, pair.drafter, CHAIN)
     state, *_ = session.start(PROMPTS, NEW, NO_STOP, LAWS)
     assert state.logprobs is None and session.setup == session.setup._replace(top_logprobs=None)
-    assert Setup._field_defaults["top_logprobs"] is None
+    assert StaticConfig._field_defaults["top_logprobs"] is None
 
 
 def test_too_many_are_one_line(pair):

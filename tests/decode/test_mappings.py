@@ -31,12 +31,12 @@ def test_there_is_room_up_to_a_share(monkeypatch, tmp_path):
     most = tmp_path / "max_map_count"
     monkeypatch.setattr(mappings, "MOST", most)
     most.write_text(f"{mappings.num_mappings() * 2}\n")
-    assert mappings.has_room()
+    assert mappings.can_compile_more()
     most.write_text(f"{mappings.num_mappings()}\n")
-    assert not mappings.has_room()
+    assert not mappings.can_compile_more()
 
 
 def test_where_nobody_tells_there_is_room(monkeypatch, tmp_path):
     monkeypatch.setattr(mappings, "MOST", tmp_path / "absent")
     monkeypatch.setattr(mappings, "MAPPINGS", tmp_path / "absent")
-    assert mappings.has_room() and mappings.num_mappings() == 0
+    assert mappings.can_compile_more() and mappings.num_mappings() == 0

@@ -18,7 +18,7 @@ from infer.flags.pair import DEMO
 from infer.info import ROOT
 from moa_jax import InputError, Session, load_drafter, load_target
 from moa_jax.model import sharding
-from moa_jax.model.cache import KV, States
+from moa_jax.model.cache import KV, HiddenCache
 from moa_jax.pretrained import check_mesh
 from tests.conftest import golden_cases
 from tests.decode.mesh_run import CONFIG, LIKE_ALONE
@@ -190,16 +190,16 @@ def test_what_a_mesh_does_not_divide_is_whole_everywhere(axes, shape, expected):
 def test_a_mesh_splits_what_is_kept_of_a_text():
     """Caches by heads, the states that a late drafter will read by features, all by rows."""
     array = lambda *sizes: jax.ShapeDtypeStruct(sizes, np.float32)
-    state = (KV(*[array(2, 4, 6, 8)] * 2), States(array(2, 6, 32)), array(2, 6, 32))
+    state = (KV(*[array(2, 4, 6, 8)] * 2), HiddenCache(array(2, 6, 32)), array(2, 6, 32))
     specs = sharding.specs_of(state, AbstractMesh((2, 4), sharding.DECODE_AXES))
     heads = P("data", "tensor", None, None)
-    assert specs == (KV(heads, heads), States(P("data", None, "tensor")), P("data"))
+    assert specs == (KV(heads, heads), HiddenCache(P("data", None, "tensor")), P("data"))
 
 
 @pytest.mark.parametrize(("rows", "said"), [(3, 1), (4, 0)])
 def test_rows_that_a_mesh_does_not_divide_are_told(rows, said, caplog):
-    sharding.notice_copies(rows, AbstractMesh((2, 4), sharding.DECODE_AXES))
-    sharding.notice_copies(rows, None)
+    sharding.warn_replicated(rows, AbstractMesh((2, 4), sharding.DECODE_AXES))
+    sharding.warn_replicated(rows, None)
     assert len(caplog.messages) == said
     assert all("data=2 does not divide a batch of 3" in line for line in caplog.messages)
 

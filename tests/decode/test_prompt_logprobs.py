@@ -54,13 +54,13 @@ def asking(prompt: tuple[int, ...], new: int, top: int = 3, **rest) -> Request:
 def by_one_pass() -> np.ndarray:
     """The log-probabilities (T, V) of what follows each token of the text."""
     text_1T = jnp.array([TEXT])
-    context = llama.Context(jnp.arange(len(TEXT))[None], masks.line(len(TEXT)))
+    context = llama.Context(jnp.arange(len(TEXT))[None], masks.causal_tree(len(TEXT)))
     found = llama.forward(target().config, target().params, text_1T, context)
     logits_1TV = llama.unembed(target().params, found.hidden_BTD)
     return np.asarray(jax.nn.log_softmax(logits_1TV))[0]
 
 
-def of_prompt(listener: Listener) -> list[logprobs.Likely | None]:
+def of_prompt(listener: Listener) -> list[logprobs.TokenLogprob | None]:
     return [each for news in listener.all for each in news.prompt_logprobs]
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from moa_jax.decode.room import Room
+from moa_jax.decode.room import CacheLimits
 from moa_jax.errors import InputError
 
 
-def takes(room: Room, prompt_length: int, wanted: int) -> bool:
+def takes(room: CacheLimits, prompt_length: int, wanted: int) -> bool:
     try:
         room.check(0, prompt_length, wanted)
     except InputError as error:
@@ -15,7 +15,10 @@ def takes(room: Room, prompt_length: int, wanted: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("room", [Room(40), Room(200, 101), Room(200, 101, 5), Room(60, 256, 62)])
+@pytest.mark.parametrize(
+    "room",
+    [CacheLimits(40), CacheLimits(200, 101), CacheLimits(200, 101, 5), CacheLimits(60, 256, 62)],
+)
 def test_exactly_what_fits_is_taken(room):
     for prompt_length in range(1, 130):
         fits = room.behind(prompt_length)
@@ -24,26 +27,31 @@ def test_exactly_what_fits_is_taken(room):
 
 
 def test_a_prompt_takes_no_more_rows_than_it_has_tokens():
-    assert [Room(200, 101).behind(count) for count in (30, 64, 65, 101)] == [71, 37, 36, 0]
+    assert [CacheLimits(200, 101).max_new_tokens(count) for count in (30, 64, 65, 101)] == [
+        71,
+        37,
+        36,
+        0,
+    ]
 
 
 def test_the_line_says_what_is_needed():
     with pytest.raises(InputError, match="8 tokens and 5 are to follow, but .* 12 positions"):
-        Room(12).check(3, 8, 5)
+        CacheLimits(12).check(3, 8, 5)
     with pytest.raises(InputError, match="needs 37, 5 of them for drafts; make it larger"):
-        Room(99, 36, 5).check(0, 8, 24)
+        CacheLimits(99, 36, 5).check(0, 8, 24)
 
 
 def test_rows_double_up_to_the_positions():
     """A cache has rows for all that fits, and none that no token could use."""
-    room = Room(1000, draft_rows=5)
-    assert [room.rows(count) for count in (1, 123, 124, 251, 500)] == [128, 128, 256, 256, 512]
-    assert [room.rows(count) for count in (508, 1000)] == [1024, 1024]
-    assert [room._replace(positions=900).rows(count) for count in (508, 900)] == [1024, 1024]
-    assert [room._replace(positions=700).rows(count) for count in (508, 700)] == [768, 768]
-    assert [room._replace(least_rows=512).rows(count) for count in (1, 507, 508)] == [
+    room = CacheLimits(1000, draft_rows=5)
+    assert [room.rows_for(count) for count in (1, 123, 124, 251, 500)] == [128, 128, 256, 256, 512]
+    assert [room.rows_for(count) for count in (508, 1000)] == [1024, 1024]
+    assert [room._replace(positions=900).rows_for(count) for count in (508, 900)] == [1024, 1024]
+    assert [room._replace(positions=700).rows_for(count) for count in (508, 700)] == [768, 768]
+    assert [room._replace(least_rows=512).rows_for(count) for count in (1, 507, 508)] == [
         512,
         512,
         1024,
     ]
-    assert room._replace(cache_rows=640).rows(1) == 640
+    assert room._replace(cache_rows=640).rows_for(1) == 640

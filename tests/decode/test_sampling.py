@@ -17,9 +17,9 @@ from transformers.generation import logits_process as hf
 
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import sample, step
-from moa_jax.decode.sample import Said, law_of
+from moa_jax.decode.sample import TokenCounts, make_batch_sampling
 from moa_jax.decode.session import rows_of
-from moa_jax.decode.state import RoundState, Setup, Vocabulary, Weights
+from moa_jax.decode.state import RoundState, StaticConfig, Vocabulary, Weights
 from moa_jax.model import pieces
 from tests.model_folders import refusal
 from tests.sampling_law import PLAIN, law_by_definition
@@ -80,19 +80,19 @@ def law_by_transformers(logits_V, seen: set[int], row: Sampling, answer: list[in
 
 @jax.jit
 def our_log_law(law, logits_BNV, said):
-    return sample.log_law(law, sample.adjust(law, logits_BNV, said, law.bias_BV))
+    return sample.log_probs(law, sample.apply_penalties(law, logits_BNV, said, law.bias_BV))
 
 
-def random_logits(spread: float, seed: int = 0) -> tuple[np.ndarray, Said]:
+def random_logits(spread: float, seed: int = 0) -> tuple[np.ndarray, TokenCounts]:
     """Logits (B, 2, V) for the rows of SETTINGS, and what was said."""
     rng = np.random.default_rng(seed)
     shape = len(SETTINGS), 2, V
     logits_BNV = rng.normal(0, spread, shape).astype(np.float32)
     times_BNV = rng.integers(1, 4, shape) * (rng.random(shape) < 0.3)
-    return logits_BNV, Said((rng.random(shape) < 0.3) | (times_BNV > 0), times_BNV)
+    return logits_BNV, TokenCounts((rng.random(shape) < 0.3) | (times_BNV > 0), times_BNV)
 
 
-def in_words(said: Said, b: int, n: int) -> tuple[set[int], list[int]]:
+def in_words(said: TokenCounts, b: int, n: int) -> tuple[set[int], list[int]]:
     """What a node has seen, and its answer in some order."""
     return (
         set(np.flatnonzero(said.seen[b, n]).tolist()),
@@ -103,7 +103,7 @@ def in_words(said: Said, b: int, n: int) -> tuple[set[int], list[int]]:
 @pytest.mark.parametrize("spread", [1.0, 4.0])
 def test_law_equals_its_definition_and_transformers(spread):
     logits_BNV, said = random_logits(spread)
-    law_BNV = np.exp(our_log_law(law_of(SETTINGS, V), logits_BNV, said))
+    law_BNV = np.exp(our_log_law(make_batch_sampling(SETTINGS, V), logits_BNV, said))
     for b, n in itertools.product(*map(range, law_BNV.shape[:2])):
         seen, answer = in_words(said, b, n)
         for expected in (law_by_definition, law_by_transformers):
@@ -115,35 +115,37 @@ def test_law_equals_its_definition_and_transformers(spread):
 def test_what_was_said_is_found_in_texts():
     """Prompts are seen and not counted, tokens behind a row's end or negative ones are neither."""
     tokens_BC = np.array([[1, 1, 2, 1, 3, 3, 7], [4, 5, 6, 6, 6, -1, -1]])
-    law = law_of([Sampling(repetition_penalty=2.0, presence_penalty=1.0)] * 2, V)
+    law = make_batch_sampling([Sampling(repetition_penalty=2.0, presence_penalty=1.0)] * 2, V)
     prompt_length_B, count_B = np.array([2, 1]), np.array([6, 7])
-    said = sample.said_in(law, tokens_BC, prompt_length_B, V, count_B)
+    said = sample.counts_in(law, tokens_BC, prompt_length_B, V, count_B)
     assert [set(np.flatnonzero(seen_V)) for seen_V in said.seen] == [{1, 2, 3}, {4, 5, 6}]
     np.testing.assert_array_equal(
         said.times, [np.bincount(row, minlength=V) for row in ([2, 1, 3, 3], [5, 6, 6, 6])]
     )
-    some = sample.said_in(law, tokens_BC, prompt_length_B, V, np.array([4, 2]))
+    some = sample.counts_in(law, tokens_BC, prompt_length_B, V, np.array([4, 2]))
     more_BT = np.array([[3, 3, 9], [6, 6, 6]])
-    some = sample.said_in_answer(some, more_BT, np.array([2, 3]))
+    some = sample.add_answer_tokens(some, more_BT, np.array([2, 3]))
     for ours, theirs in zip(some, said, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    assert sample.said_in(sample.Law(), tokens_BC, prompt_length_B, V) == Said()
+    assert sample.counts_in(sample.BatchSampling(), tokens_BC, prompt_length_B, V) == TokenCounts()
 
 
 def test_settings_that_are_off_change_nothing():
     """Not even an unlikely tail beside rows that use them; and alone they cost nothing."""
     logits_BNV, said = random_logits(15.0)
-    log_BNV = our_log_law(law_of(SETTINGS, V), logits_BNV, said)
+    log_BNV = our_log_law(make_batch_sampling(SETTINGS, V), logits_BNV, said)
     np.testing.assert_allclose(log_BNV[0], jax.nn.log_softmax(logits_BNV[0]), rtol=1e-6)
-    off = law_of([PLAIN], V)
+    off = make_batch_sampling([PLAIN], V)
     assert [value is None for value in off] == [False, False, *[True] * 7]
-    np.testing.assert_allclose(our_log_law(off, logits_BNV[:1], Said()), log_BNV[:1], rtol=1e-6)
-    assert law_of([Sampling(seed=5)], V) == sample.Law()
+    np.testing.assert_allclose(
+        our_log_law(off, logits_BNV[:1], TokenCounts()), log_BNV[:1], rtol=1e-6
+    )
+    assert make_batch_sampling([Sampling(seed=5)], V) == sample.BatchSampling()
 
 
 def test_keys_are_those_that_jax_makes_of_seeds():
     seeds = [0, 7, 2**31, 2**32 - 1]
-    law = law_of([Sampling(temperature=1.0, seed=seed) for seed in seeds], V)
+    law = make_batch_sampling([Sampling(temperature=1.0, seed=seed) for seed in seeds], V)
     assert law.key_B.dtype == jax.random.key(0).dtype
     expected = [jax.random.key_data(jax.random.key(np.uint32(seed))) for seed in seeds]
     np.testing.assert_array_equal(jax.random.key_data(law.key_B), expected)
@@ -174,7 +176,7 @@ def test_what_is_kept_is_what_sorting_keeps(size, ties):
     ]
     logits_BNV = rng.normal(size=(len(rows), len(spreads), size)) * np.array(spreads)[:, None]
     logits_BNV = (np.round(logits_BNV) if ties else logits_BNV).astype(np.float32)
-    law, decided = law_of(rows, size + 3), 0
+    law, decided = make_batch_sampling(rows, size + 3), 0
     log_BNV = np.asarray(jax.jit(jax.nn.log_softmax)(logits_BNV))
     found_BNV = np.asarray(jax.jit(sample._kept)(law, log_BNV))
     for b, n in itertools.product(*map(range, log_BNV.shape[:2])):
@@ -190,13 +192,13 @@ def test_top_p_counts_no_more_equals_than_top_k_has_room_for():
     """Top-k leaves room for one of three equals: 0.8 in all, of which 0.7 is enough or is not."""
     log_BNV = np.log(np.array([0.1, 0.4, 0.1, 0.3, 0.1], np.float32))[None, None]
     for p, kept in ((0.86, [0, 1, 0, 1, 0]), (0.89, [1, 1, 1, 1, 1])):
-        law = law_of([Sampling(temperature=1, top_k=3, top_p=p)], 5)
+        law = make_batch_sampling([Sampling(temperature=1, top_k=3, top_p=p)], 5)
         assert sample._kept(law, log_BNV)[0, 0].tolist() == kept
 
 
 def test_pieces_change_nothing_that_is_kept(monkeypatch):
     log_BNV = jax.nn.log_softmax(np.random.default_rng(2).normal(size=(1, 4, 57)))
-    law = law_of([Sampling(temperature=1, top_k=40, top_p=0.8)], 57)
+    law = make_batch_sampling([Sampling(temperature=1, top_k=40, top_p=0.8)], 57)
     whole_BNV = sample._kept(law, log_BNV)
     monkeypatch.setattr(pieces, "PIECE", 8)
     np.testing.assert_array_equal(sample._kept(law, log_BNV), whole_BNV)
@@ -207,7 +209,9 @@ def test_extreme_temperatures_are_finite():
     """Towards 0 all on the likeliest token, as at 0; towards infinity nearly all alike."""
     rows = [Sampling(temperature=value) for value in (0.0, 1e-37, 1e-6, 1e6)]
     logits_V = np.array([3.0, 90.0, -50.0, 89.0], np.float32)
-    law_BNV = np.exp(our_log_law(law_of(rows, 4), np.tile(logits_V, (4, 1, 1)), Said()))
+    law_BNV = np.exp(
+        our_log_law(make_batch_sampling(rows, 4), np.tile(logits_V, (4, 1, 1)), TokenCounts())
+    )
     np.testing.assert_array_equal(law_BNV[:3, 0], [[0, 1, 0, 0]] * 3)
     expected_V = law_by_definition(logits_V, set(), rows[3])
     # Two steps of float32 at log 1/4; a temperature that is 1% off makes seven.
@@ -217,7 +221,7 @@ def test_extreme_temperatures_are_finite():
 def test_the_least_top_p_keeps_the_likeliest():
     rows = [Sampling(temperature=1.0, top_p=value) for value in (1e-300, 1e-6)]
     logits_BNV = jnp.tile(jnp.array([3.0, 90.0, -50.0, 89.0]), (2, 1, 1))
-    law_BNV = np.exp(our_log_law(law_of(rows, 4), logits_BNV, None))
+    law_BNV = np.exp(our_log_law(make_batch_sampling(rows, 4), logits_BNV, None))
     np.testing.assert_array_equal(law_BNV[:, 0], [[0, 1, 0, 0]] * 2)
 
 
@@ -229,14 +233,14 @@ def test_drafts_are_guided_by_the_settings_of_the_target():
     logits_BNV, said = random_logits(1.0, seed=1)
     said.seen[:, :, 0], said.times[:, :, 0] = True, 2
     path_BNP = np.full((*logits_BNV.shape[:2], 3), [[0, 1, 1], [0, 2, 3]])
-    law, ids_U = law_of(SETTINGS, V), np.array([1, 2, 3, 5, 7, 11])
+    law, ids_U = make_batch_sampling(SETTINGS, V), np.array([1, 2, 3, 5, 7, 11])
     drafter = SimpleNamespace(draft_ids=None)
-    setup = Setup(SimpleNamespace(vocab_size=V), drafter, DraftShape(3, sampled=True))
+    setup = StaticConfig(SimpleNamespace(vocab_size=V), drafter, DraftShape(3, sampled=True))
 
     @jax.jit
     def guided(weights, law, logits_BNU):
-        now = RoundState(None, np.zeros(1, bool), Said(said.seen[:, 0], said.times[:, 0]))
-        return step.guide(setup, weights, now, law).adjusted(logits_BNU, path_BNP)
+        now = RoundState(None, np.zeros(1, bool), TokenCounts(said.seen[:, 0], said.times[:, 0]))
+        return step.candidate_sampler(setup, weights, now, law).adjusted(logits_BNU, path_BNP)
 
     whole_BNV = guided(Weights(None, None), law, logits_BNV)
     narrow = Weights(None, None, Vocabulary(ids_U, None))
@@ -290,12 +294,12 @@ def test_impossible_settings_are_one_line(settings, line):
 def test_settings_that_do_not_fit_the_pair_are_one_line():
     for token in (V, -1):
         bias = Sampling(logit_bias=((token, 1.0),))
-        assert f"logit_bias names the id {token} of {V}" in refusal(law_of, [bias], V)
+        assert f"logit_bias names the id {token} of {V}" in refusal(make_batch_sampling, [bias], V)
     assert "2 samplings for 3 prompts" in refusal(rows_of, [PLAIN] * 2, 3)
 
 
 def test_large_settings_are_taken():
     rows = [Sampling(temperature=1, top_k=1 << 40), Sampling(temperature=1, top_k=2)]
     logits_BNV = jnp.zeros((2, 1, V)).at[:, :, :2].set(3.0)
-    law_BNV = np.exp(our_log_law(law_of(rows, V), logits_BNV, None))
+    law_BNV = np.exp(our_log_law(make_batch_sampling(rows, V), logits_BNV, None))
     assert (law_BNV > 0).sum(-1).tolist() == [[V], [2]]

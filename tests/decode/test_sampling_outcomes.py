@@ -13,7 +13,7 @@ import pytest
 
 from moa_jax.decode import sample
 from moa_jax.decode.verify import verify
-from moa_jax.drafters.api import NOTHING, Tree
+from moa_jax.drafters.api import NO_TOKEN, Tree
 
 CHAIN = ((0,), (0, 0), (0, 0, 0))
 PAIRS = ((0,), (1,), (0, 0), (0, 1), (1, 0))
@@ -154,7 +154,10 @@ def test_fixed_candidates_change_no_law(size, paths):
     target, drafter = random_table(size, 1), random_table(size, 2)
     drafts = all_drafts(paths, drafter)[::7]
     gone = [
-        ({path: (*tokens[:-1], NOTHING) if path[:1] == (0,) else tokens for path, tokens in d}, 1.0)
+        (
+            {path: (*tokens[:-1], NO_TOKEN) if path[:1] == (0,) else tokens for path, tokens in d},
+            1.0,
+        )
         for d in [draft.items() for draft, _ in drafts[:2]]
     ]
     laws_DX = output_laws(paths, drafts + gone, target, drafter, point_masses)
@@ -248,7 +251,7 @@ def distance_when_chosen(choose, drafter) -> float:
 
 BY_LUCK = {
     "the likelier of two stays": lambda law_V, a, b: max(a, b, key=lambda t: law_V[t]),
-    "an unlikely one is left out": lambda law_V, a, b: a if law_V[a] > 0.4 else NOTHING,
+    "an unlikely one is left out": lambda law_V, a, b: a if law_V[a] > 0.4 else NO_TOKEN,
 }
 
 
@@ -257,6 +260,6 @@ def test_choosing_by_luck_changes_the_law(what):
     """What is kept may depend on the drafter's law, not on what was drawn from it."""
     drafter = random_table(3, 4)
     assert distance_when_chosen(lambda law_V, a, b: a, drafter) < 1e-6
-    assert distance_when_chosen(lambda law_V, a, b: NOTHING, drafter) < 1e-6
+    assert distance_when_chosen(lambda law_V, a, b: NO_TOKEN, drafter) < 1e-6
     assert distance_when_chosen(BY_LUCK[what], drafter) > 1e-3
     assert distance_when_chosen(BY_LUCK[what], UNIFORM) < 1e-6  # which would hide it

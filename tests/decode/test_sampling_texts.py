@@ -19,10 +19,17 @@ import torch
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import sample, step
-from moa_jax.decode.sample import law_of
-from moa_jax.decode.state import DecodeState, Limits, RoundState, Setup, Vocabulary, Weights
+from moa_jax.decode.sample import make_batch_sampling
+from moa_jax.decode.state import (
+    DecodeState,
+    StopConditions,
+    RoundState,
+    StaticConfig,
+    Vocabulary,
+    Weights,
+)
 from moa_jax.drafters import grow
-from moa_jax.drafters.api import Drafter, Taps
+from moa_jax.drafters.api import Drafter, TapSpec
 from tests.oracle import random_pair
 from tests.pairs import NO_STOP
 from tests.sampling_law import PLAIN, law_by_definition
@@ -53,7 +60,7 @@ def table_drafter(logits_VV) -> Drafter:
         return grow.grow(level, cache, root_B, shape, guide)
 
     nothing = lambda *arguments: ()
-    return Drafter(Taps(), lambda params: {}, None, nothing, nothing, propose, None, None, None)
+    return Drafter(TapSpec(), lambda params: {}, None, nothing, nothing, propose, None, None, None)
 
 
 def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
@@ -63,20 +70,20 @@ def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
     """
 
     def target_pass(setup, weights, tree, caches, length_B):
-        return step.llama.Pass(jax.nn.one_hot(tree.tokens_BN, SIZE), (), (), ())
+        return step.llama.ForwardOutput(jax.nn.one_hot(tree.tokens_BN, SIZE), (), (), ())
 
     B = ROWS * len(rows)
-    law = law_of(rows, SIZE)
+    law = make_batch_sampling(rows, SIZE)
     spread = lambda a: None if a is None else jnp.repeat(jnp.asarray(a), ROWS, axis=0)
     key_B = jax.vmap(jax.random.key)(jnp.arange(B, dtype=jnp.uint32))
-    law = sample.Law(key_B, *map(spread, law[1:]))
-    setup = Setup(SimpleNamespace(vocab_size=SIZE), table_drafter(LOGITS_VV[1]), shape)
+    law = sample.BatchSampling(key_B, *map(spread, law[1:]))
+    setup = StaticConfig(SimpleNamespace(vocab_size=SIZE), table_drafter(LOGITS_VV[1]), shape)
     zero_B, zero_B2R = jnp.zeros(B, jnp.int32), jnp.zeros((B, 2, TOKENS + 1), jnp.int32)
-    said = sample.said_in(law, zero_B[:, None], zero_B + 1, SIZE)
+    said = sample.counts_in(law, zero_B[:, None], zero_B + 1, SIZE)
     now = RoundState(zero_B, zero_B > 0, said, draft_cache=())
     tokens_BC = jnp.zeros((B, TOKENS + shape.levels + 2), jnp.int32)
     state = DecodeState(now, tokens_BC, zero_B, zero_B2R)
-    limits = Limits(zero_B + TOKENS + 1, jnp.full((B, 1), -1))
+    limits = StopConditions(zero_B + TOKENS + 1, jnp.full((B, 1), -1))
     head = ids and Vocabulary(jnp.array(ids), jnp.eye(SIZE)[:, jnp.array(ids)])
     with monkeypatch.context() as patch:
         patch.setattr(step, "target_pass", target_pass)
@@ -259,7 +266,9 @@ def test_penalties_of_answers_alone(pair, shape):
 def text_by_definition(pair: SampledPair, i: int, row: Sampling) -> list[int]:
     """What follows the i-th prompt."""
     prompt, answer = PROMPTS[i], []
-    law = sample.law_of([dataclasses.replace(row, temperature=1.0)], 24)  # for the noise
+    law = sample.make_batch_sampling(
+        [dataclasses.replace(row, temperature=1.0)], 24
+    )  # for the noise
     for position in range(len(prompt), len(prompt) + 20):
         (logits_V,) = pair.logits_of([[*prompt, *answer]])
         law_V = law_by_definition(logits_V, {*prompt, *answer}, row, answer)

@@ -197,7 +197,7 @@ def test_caches_have_a_multiple_of_128_rows(simple_pair, shape):
     for asked in (None, 200):
         session = Session(simple_pair.target, simple_pair.drafter, shape, cache_rows=asked)
         state, *_ = session.start([[5, 6, 7]], 80, NO_STOP, GREEDY)
-        shapes = {cache.k_BKSE.shape[2] for cache in state.now.target_caches}
+        shapes = {cache.k_BKSE.shape[2] for cache in state.round.target_caches}
         assert shapes == {256 if asked or shape.num_rows > 32 else 128}
 
 

@@ -110,7 +110,7 @@ def test_what_plain_rounds_left_is_made_up_for(name):
     for _ in range(3):
         assert found.call()[1] == BEHIND
     assert CATCH_UP < 3 * BEHIND < 2 * CATCH_UP
-    late = jax.tree.map(np.asarray, found.state.now.draft_cache)
+    late = jax.tree.map(np.asarray, found.state.round.draft_cache)
     texts = [[*prompt, *new] for prompt, new in zip(SOME, found.tokens(), strict=True)]
     read = session(name).begin([text[:-1] for text in texts], NEW, NO_STOP, GREEDY)
     assert read.tokens() == [text[-1:] for text in texts]
@@ -118,7 +118,7 @@ def test_what_plain_rounds_left_is_made_up_for(name):
         each.take(CHAIN, 1)
     assert [new[3 * BEHIND :] for new in found.tokens()] == read.tokens()
     was_late = False
-    caches = [jax.tree.leaves(each.state.now.draft_cache) for each in (found, read)]
+    caches = [jax.tree.leaves(each.state.round.draft_cache) for each in (found, read)]
     for ours, theirs, before in zip(*caches, jax.tree.leaves(late), strict=True):
         for row, text in enumerate(texts):
             rows = range(1, len(text) - 1)

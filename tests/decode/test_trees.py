@@ -12,7 +12,7 @@ from moa_jax.config import DraftShape
 from moa_jax.decode import step
 from moa_jax.decode.session import GREEDY
 from moa_jax.drafters import grow
-from moa_jax.drafters.api import NOTHING, Guide
+from moa_jax.drafters.api import NO_TOKEN, CandidateSampler
 from tests.compare import assert_close
 from tests.conftest import golden_cases
 from tests.pairs import NO_STOP, PROMPTS, pair, prompts_of, recorded, simple_pair  # noqa: F401
@@ -92,7 +92,7 @@ def test_draft_rounds_equal_recorded(folder, name):
         state, limits, law, _ = session.start([prompt], len(answer), NO_STOP, GREEDY)
         rounds = len(of("rounds_min_gap")) if seen else 0
         index = 0
-        while not bool(state.now.done_B[0]):
+        while not bool(state.round.done_B[0]):
             tree, scores, state = shown(session.weights, state, limits, law)
             if index < rounds and of("rounds_min_gap")[index] > SAFE_GAP:
                 np.testing.assert_array_equal(tree.tokens_BN[0], of("rounds_draft_tokens")[index])
@@ -177,7 +177,7 @@ def test_every_stop_position_in_a_tree(pair):  # noqa: F811
 # ---- growth, without a model --------------------------------------------------------------
 
 V = 7
-GUIDE = Guide(lambda x, _: jax.nn.log_softmax(x), None, None, V)
+GUIDE = CandidateSampler(lambda x, _: jax.nn.log_softmax(x), None, None, V)
 
 
 def table_step(table_VV):
@@ -201,7 +201,7 @@ def paths_of(tree):
     found = {0: ()}
     for node in range(1, len(tokens)):
         assert parents[node] < node
-        if tokens[node] != NOTHING:
+        if tokens[node] != NO_TOKEN:
             found[node] = (*found[int(parents[node])], int(tokens[node]))
     assert len(set(found.values())) == len(found), "siblings are distinct"
     return set(found.values()) - {()}

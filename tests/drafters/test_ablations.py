@@ -29,7 +29,7 @@ from moa_jax.config import (
 )
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS, losses
-from moa_jax.drafters.api import Tapped
+from moa_jax.drafters.api import TargetActivations
 from moa_jax.drafters.grow import Nodes
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
 from moa_jax.errors import InputError
@@ -101,7 +101,7 @@ class AblatedPair:
         cfg = drafter.config
         self.moa = Moa(cfg, target.config, block_configs(cfg, target.config))
         self.params, self.target = drafter.params, target
-        self.shared = self.moa.borrow(target.params)
+        self.shared = self.moa.shared_params(target.params)
         self._tap = jax.jit(
             partial(distillation.tap, target.config, make(cfg, target.config), dtype=jnp.float32)
         )
@@ -122,11 +122,11 @@ class AblatedPair:
     def _drafted(self, batch: Batch, tapped, length_B, count: int):
         given, zero_B = (self.moa, self.params, self.shared), jnp.zeros_like(length_B)
         cache = decode.init_cache(self.moa, len(length_B), T + 1, jnp.float32)
-        digest = decode.digest(self.moa, self.params, zero_B, tapped)
+        digest = decode.condense(self.moa, self.params, zero_B, tapped)
         cache = decode.extend(*given, cache, batch.tokens_BT, zero_B, digest)
         chain_BW = length_B[:, None] + jnp.arange(count)
         tokens_BW = jnp.take_along_axis(batch.tokens_BT, chain_BW, axis=1)
-        line, depth_W = masks.line(count), jnp.arange(count)
+        line, depth_W = masks.causal_tree(count), jnp.arange(count)
         nodes = Nodes(tokens_BW, line, length_B, length_B, depth_W)
         return decode.step(*given, cache, nodes)[0]
 
@@ -177,7 +177,7 @@ def test_memory_is_that_of_an_lsa_that_adds_nothing(whole):
     hidden_BTD = jax.random.normal(jax.random.key(2), (2, T, target.config.block.hidden_size))
 
     def memory(drafter: LoadedDrafter, rows_LBKTE: KV, chunk: int = 0):
-        tapped = Tapped(rows_LBKTE, (), hidden_BTD)
+        tapped = TargetActivations(rows_LBKTE, (), hidden_BTD)
         blocks = block_configs(drafter.config, target.config)
         moa = Moa(drafter.config, target.config, blocks)
         return jax.jit(partial(moa.memory, chunk=chunk))(drafter.params, tapped)

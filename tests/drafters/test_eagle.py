@@ -29,7 +29,7 @@ from moa_jax.config import (
 from moa_jax.data.batch import Batch
 from moa_jax.decode.vocabulary import vocabulary_of
 from moa_jax.drafters import eagle, eagle3, feedback
-from moa_jax.drafters.api import Guide
+from moa_jax.drafters.api import CandidateSampler
 from moa_jax.model import masks
 from moa_jax.pretrained import save_drafter
 from moa_jax.training.distillation import tap
@@ -101,9 +101,9 @@ def test_draft_loss_and_gradients(folder, noise):
     def gradient(params, batch):
         def loss(params):
             tapped = tap(target.config, functions, target.params, batch, jnp.float32)
-            shared = functions.borrow(target.params)
+            shared = functions.shared_params(target.params)
             given = (params, shared, batch)
-            inputs = feedback.fed_inputs(layer, *given, tapped, noise_2BTD)
+            inputs = feedback.training_inputs(layer, *given, tapped, noise_2BTD)
             if noise_2BTD is not None:
                 inputs = inputs._replace(goal_BTD=inputs.goal_BTD + noise_2BTD[0])
             return feedback.loss_of(layer, objective, *given, inputs, jnp.float32(0))
@@ -133,7 +133,7 @@ def test_draft_features(folder):
     def features(batch):
         tapped = tap(target.config, functions, target.params, batch, jnp.float32)
         embedding_BTD = target.params["embed"][batch.tokens_BT]
-        inputs = feedback.FedInputs(embedding_BTD, tapped.hidden_BTD, tapped.hidden_BTD)
+        inputs = feedback.TrainingInputs(embedding_BTD, tapped.hidden_BTD, tapped.hidden_BTD)
         return feedback.passes(layer, drafter.params, inputs, batch, 1)[0]
 
     real_BT = np.asarray(batch.segment_BT[:, 1:] > 0)
@@ -268,7 +268,7 @@ def _line(tokens):
 def _drafted(target, drafter, prompt, depth):
     """The first round's tokens and logits."""
     functions, verified = make(target, drafter), prompt[:-1]
-    shared = functions.borrow(target.params)
+    shared = functions.shared_params(target.params)
     tapped = _tapped(target, drafter, _line(verified))
     ids = functions.draft_ids
 
@@ -276,10 +276,10 @@ def _drafted(target, drafter, prompt, depth):
     def drafted(params, shared, tapped):
         cache = functions.init_cache(1, 16, jnp.float32)
         zero_B, tokens_BT = jnp.zeros(1, jnp.int32), jnp.array([verified])
-        digest = functions.digest(params, zero_B, tapped)
+        digest = functions.condense(params, zero_B, tapped)
         cache = functions.extend(params, shared, cache, tokens_BT, zero_B, digest)
         seen = []
-        guide = Guide(
+        guide = CandidateSampler(
             lambda logits_BWU, _: seen.append(logits_BWU[0, 0]) or logits_BWU,
             None,
             None if ids is None else jnp.array(ids),

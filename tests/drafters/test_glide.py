@@ -57,7 +57,7 @@ def test_draft_training_forward(folder):
     @jax.jit
     def trace(batch):
         tapped = tap(target.config, functions, target.params, batch, jnp.float32)
-        layer, shared = glide.layer_of(cfg, target.config), functions.borrow(target.params)
+        layer, shared = glide.layer_of(cfg, target.config), functions.shared_params(target.params)
         found = glide.trace(layer, drafter.params, shared, batch, tapped, seen)
         return found, functions.head(drafter.params, shared, found.feature_BTD)
 

@@ -7,12 +7,12 @@ import pytest
 
 from moa_jax.config import DraftShape
 from moa_jax.drafters import grow
-from moa_jax.drafters.api import Guide
+from moa_jax.drafters.api import CandidateSampler
 from moa_jax.model import pieces
 from moa_jax.model.pieces import PIECE
 from tests.drafting import shown
 
-GUIDE = Guide(lambda x, _: x, None, None, 10)
+GUIDE = CandidateSampler(lambda x, _: x, None, None, 10)
 AFTER = {  # token -> probabilities of the next one; what the docstring does not name is below it
     5: {7: 0.5, 8: 0.4, 0: 0.1},
     7: {1: 0.5, 2: 0.3, 0: 0.2},
@@ -129,7 +129,7 @@ def test_the_best_of_pieces_are_the_best_of_all(name, monkeypatch):
 def test_scores_are_those_of_a_log_softmax(size):
     """Bit by bit, in one piece and in many, though the log-softmax is never made."""
     logits_BWU = jnp.asarray(np.random.default_rng(1).normal(0, 3, (1, 2, size)), jnp.float32)
-    index_BWk, log_prob_BWk = jax.jit(grow._likeliest, static_argnums=1)(logits_BWU, 8)
+    index_BWk, log_prob_BWk = jax.jit(grow._top_k, static_argnums=1)(logits_BWU, 8)
     log_BWU = jax.jit(jax.nn.log_softmax)(logits_BWU)
     np.testing.assert_array_equal(index_BWk, jax.lax.top_k(logits_BWU, 8)[1])
     np.testing.assert_array_equal(log_prob_BWk, jnp.take_along_axis(log_BWU, index_BWk, axis=-1))

@@ -56,7 +56,7 @@ def cut_short(target: Target) -> LoadedDrafter:
 def test_draft_training_forward(folder):
     target, drafter, arrays, batch = recorded_training(folder)
     functions = make(target, drafter)
-    shared = functions.borrow(target.params)
+    shared = functions.shared_params(target.params)
 
     @jax.jit
     def forward(batch):

@@ -10,7 +10,7 @@ from infer.bench import flags as bench
 from moa_jax import InputError, Session, load_drafter
 from moa_jax.config import DraftShape, LookupConfig, Objective
 from moa_jax.drafters import lookup
-from moa_jax.drafters.api import NOTHING, Guide
+from moa_jax.drafters.api import NO_TOKEN, CandidateSampler
 from tests.drafting import (
     NUM_NEW,
     TREE,
@@ -29,7 +29,7 @@ def calm_target(tmp_path_factory):
     return calm_target_of(5, tmp_path_factory.mktemp("calm") / "target")
 
 
-GUIDE = Guide(lambda x, _: x, None, None, 99)
+GUIDE = CandidateSampler(lambda x, _: x, None, None, 99)
 
 
 def proposed(texts: list[list[int]], shape: DraftShape, cfg: LookupConfig | None = None):
@@ -65,12 +65,12 @@ def test_lengths_of_matches_are_bounded():
     assert chain(text) == [50, 51, 52]
     assert chain(text, cfg=LookupConfig(2, 1)) == [60, 61, 62]
     assert chain([3, 50, 51, 52, 3]) == [50, 51, 52]
-    assert chain([3, 50, 51, 52, 3], cfg=LookupConfig(3, 2)) == [NOTHING] * 3
+    assert chain([3, 50, 51, 52, 3], cfg=LookupConfig(3, 2)) == [NO_TOKEN] * 3
 
 
 def test_nothing_is_drafted_where_nothing_was_said():
-    assert chain([5]) == chain([1, 2, 3, 4]) == [NOTHING] * 3
-    assert chain([7, 1, 2, 3]) == [NOTHING] * 3  # left-overs behind the root are no text
+    assert chain([5]) == chain([1, 2, 3, 4]) == [NO_TOKEN] * 3
+    assert chain([7, 1, 2, 3]) == [NO_TOKEN] * 3  # left-overs behind the root are no text
 
 
 def test_a_text_that_repeats_goes_on():
@@ -97,7 +97,7 @@ def by_definition(text: list[int]) -> list[int]:
     }
     best = max(ends, key=lambda end: (length[end], end), default=None)
     if best is None or not length[best]:
-        return [NOTHING] * 3
+        return [NO_TOKEN] * 3
     going = list(text)
     while len(going) < len(text) + 3:
         going.append(going[len(going) - (len(text) - 1 - best)])

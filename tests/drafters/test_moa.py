@@ -109,7 +109,7 @@ def open_pair(folder: Path, num_reused: int) -> MoaPair:
     drafter = load_drafter(folder / "draft", loaded, target_layer_inference=num_reused)
     cfg = drafter.config
     stages = Moa(cfg, loaded.config, block_configs(cfg, loaded.config))
-    return MoaPair(loaded, drafter, stages, stages.borrow(loaded.params))
+    return MoaPair(loaded, drafter, stages, stages.shared_params(loaded.params))
 
 
 @functools.cache
@@ -221,11 +221,11 @@ def drafted_logits(moa: Moa, params, shared, tokens_BT, tapped, start_B, count: 
     """
     B, T = tokens_BT.shape
     cache, none_B = decode.init_cache(moa, B, T + count, jnp.float32), jnp.zeros(B, jnp.int32)
-    digest = decode.digest(moa, params, none_B, tapped)
+    digest = decode.condense(moa, params, none_B, tapped)
     cache = decode.extend(moa, params, shared, cache, tokens_BT, none_B, digest)
     index_BW = jnp.minimum(start_B[:, None] + jnp.arange(count), T - 1)
     tokens_BW = jnp.take_along_axis(tokens_BT, index_BW, axis=1)
-    nodes = Nodes(tokens_BW, masks.line(count), start_B, start_B, jnp.arange(count))
+    nodes = Nodes(tokens_BW, masks.causal_tree(count), start_B, start_B, jnp.arange(count))
     return decode.step(moa, params, shared, cache, nodes)[0]
 
 

@@ -38,7 +38,7 @@ class ReusingPair:
     @property
     def stacked(self):
         """What the drafter borrows in training."""
-        return self.moa.borrow(self.target_params)
+        return self.moa.shared_params(self.target_params)
 
     @property
     def shared(self):
@@ -82,7 +82,7 @@ def drafted_logits(moa: Moa, params, shared, tokens_BT, tapped, start_B):
     B, T = tokens_BT.shape
     length_B, none_B = start_B + 1, jnp.zeros_like(start_B)
     cache = decode.init_cache(moa, B, T, jnp.float32)
-    digest = decode.digest(moa, params, none_B, tapped)
+    digest = decode.condense(moa, params, none_B, tapped)
     cache = decode.extend(moa, params, shared, cache, tokens_BT, none_B, digest)
     found = []
     for index in range(LONGEST):

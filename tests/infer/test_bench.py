@@ -34,9 +34,9 @@ from moa_jax.data import chat
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode import step
 from moa_jax.decode.exactness import scores_after
-from moa_jax.decode.sample import law_of
+from moa_jax.decode.sample import make_batch_sampling
 from moa_jax.decode.session import GREEDY, rows_of
-from moa_jax.decode.state import Limits, Setup, Weights
+from moa_jax.decode.state import StopConditions, StaticConfig, Weights
 from moa_jax.drafters import DRAFTERS
 from moa_jax.model import attention_gpu, attention_tpu, convert, masks
 from moa_jax.model.cache import KV
@@ -48,7 +48,7 @@ from tests.model_folders import refusal
 BLOCK = BlockConfig(16, 2, 1, 8, 24, 1e-5, 10000.0, None)
 TARGET = TargetConfig("llama", 64, 2, BLOCK, False, 256)
 DRAFT = MoaConfig(1, 24, 1, 24, 1, 16)
-LAW = law_of(rows_of(GREEDY, 1), 64)
+LAW = make_batch_sampling(rows_of(GREEDY, 1), 64)
 
 
 @functools.cache
@@ -158,7 +158,9 @@ def test_a_kernel_reads_its_operands_and_hands_caches_on(kernels):
 
     def twice(past, packed):
         for _ in range(2):
-            _, past = kernels.attend(packed, turn, past, masks.sight(length_B, masks.line(3)))
+            _, past = kernels.attend(
+                packed, turn, past, masks.cache_mask(length_B, masks.causal_tree(3))
+            )
         return past
 
     assert traffic.bytes_read(twice, past, packed) == 2 * size(past)
@@ -167,9 +169,9 @@ def test_a_kernel_reads_its_operands_and_hands_caches_on(kernels):
 def shapes_of(target, drafter, shape: DraftShape, choose=None) -> tuple:
     """Setup, weights and a state like that after prefill."""
     functions = DRAFTERS["moa"].make(drafter.config, TARGET)
-    setup = Setup(TARGET, functions, shape, choose)
+    setup = StaticConfig(TARGET, functions, shape, choose)
     weights = Weights(target.params, drafter.params)
-    limits = Limits(jnp.full(1, 40), jnp.full((1, 8), -1), jnp.int32(99))
+    limits = StopConditions(jnp.full(1, 40), jnp.full((1, 8), -1), jnp.int32(99))
     prompt = (jnp.zeros((1, 4), jnp.int32), jnp.full(1, 4))
     prefill = functools.partial(step.prefill, setup, capacity=40, chunks=(32,))
     return setup, weights, blank(prefill, weights, *prompt, limits, LAW), limits
@@ -248,9 +250,9 @@ def decoded(shape: DraftShape, probability: float, rows: int = 8) -> list[int]:
     """Accept lengths of simulated rounds, those that the limit cut apart."""
     target, drafter = tiny()
     functions = DRAFTERS["moa"].make(drafter.config, TARGET)
-    setup = Setup(TARGET, functions, shape, accept_with(probability))
+    setup = StaticConfig(TARGET, functions, shape, accept_with(probability))
     weights = Weights(target.params, drafter.params)
-    limits = Limits(jnp.full(rows, 200), jnp.full((rows, 8), -1), jnp.int32(2**31 - 1))
+    limits = StopConditions(jnp.full(rows, 200), jnp.full((rows, 8), -1), jnp.int32(2**31 - 1))
 
     @jax.jit
     def run(weights, prompt_BT, length_B):

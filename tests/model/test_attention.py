@@ -80,7 +80,7 @@ def test_kernels_equal_the_einsum(case, kernel):
     lengths, shape, S, X, first = CASES[case]
     given, length_B = drawn(lengths, shape, S, X)
     ancestor = tree(jax.random.key(1), shape[0], shape[3], X) if X else None
-    sight = masks.sight(length_B, ancestor, first)
+    sight = masks.cache_mask(length_B, ancestor, first)
     mixed, written = jax.jit(KERNELS[kernel])(*given, sight)
     expected, rows = by_einsum(*given, sight)
     np.testing.assert_allclose(mixed, expected, atol=2e-6)
@@ -101,12 +101,12 @@ def test_a_cpu_reads_of_long_caches_what_texts_have_come_to(T, X, first, dtype, 
     given, length_B = drawn(lengths, (3, 2, 2, T, 64), S, X, dtype)
     packed, turn, past = given
     ancestor = tree(jax.random.key(1), 3, T, X) if X else None
-    sight = masks.sight(length_B, ancestor, first)
+    sight = masks.cache_mask(length_B, ancestor, first)
     foul = jax.tree.map(lambda rows: rows.at[:, :, read:].set(jnp.nan), past)
     mixed, written = jax.jit(attention.by_einsum)(packed, turn, foul, sight)
     each = [jax.tree.map(lambda a, i=i: a[i : i + 1], given) for i in range(3)]
     of = lambda a, i: None if a is None else a[i : i + 1]
-    seen = [masks.sight(of(length_B, i), of(ancestor, i), first) for i in range(3)]
+    seen = [masks.cache_mask(of(length_B, i), of(ancestor, i), first) for i in range(3)]
     expected = [attention.by_einsum(*one, sees)[0] for one, sees in zip(each, seen, strict=True)]
     atol = 2e-6 if dtype == "float32" else 2e-2
     np.testing.assert_allclose(*map(np.float32, (mixed, jnp.concatenate(expected))), atol=atol)
@@ -117,7 +117,7 @@ def test_halves_of_a_head_fill_a_product():
     """Heads of 32 numbers are the smallest that the kernels for GPUs take."""
     given, length_B = drawn([100], (1, 2, 2, 3, 32), 128, 3)
     assert attention_gpu.is_possible(given[0], given[2])
-    sight = masks.sight(length_B, masks.line(3))
+    sight = masks.cache_mask(length_B, masks.causal_tree(3))
     mixed, _ = jax.jit(KERNELS.get("gpu", attention.attend_cached))(*given, sight)
     np.testing.assert_allclose(mixed, by_einsum(*given, sight)[0], atol=2e-6)
     (packed, _, past), _ = drawn([100], (1, 2, 2, 3, 16), 128, 3)
@@ -129,9 +129,9 @@ def test_halves_of_a_head_fill_a_product():
 def test_a_line_needs_no_matrix(kernel):
     """A chain known when the program is traced is kept as its length; the result is the same."""
     given, length_B = drawn([100, 3], (2, 1, 2, 70, 64), 256, 70)
-    known = masks.sight(length_B, masks.line(70))
+    known = masks.cache_mask(length_B, masks.causal_tree(70))
     assert known.ancestor_BTX is None
-    unknown = masks.sight(length_B, jnp.asarray(masks.line(70)))
+    unknown = masks.cache_mask(length_B, jnp.asarray(masks.causal_tree(70)))
     assert unknown.ancestor_BTX is not None
     for sight in (known, unknown):
         mixed, _ = jax.jit(KERNELS[kernel])(*given, sight)
@@ -143,7 +143,7 @@ def test_a_line_needs_no_matrix(kernel):
 def test_unused_rows_are_not_read(kernel):
     """Blocks of 512 rows and less that a cache does not use may hold anything, NaN even."""
     (packed, turn, past), length_B = drawn([140], (1, 2, 2, 4, 64), 1024, 4)
-    sight = masks.sight(length_B, masks.line(4))
+    sight = masks.cache_mask(length_B, masks.causal_tree(4))
     expected, _ = jax.jit(KERNELS[kernel])(packed, turn, past, sight)
     spoilt = KV(*(rows.at[:, :, 512:].set(jnp.nan) for rows in past))
     mixed, _ = jax.jit(KERNELS[kernel])(packed, turn, spoilt, sight)
@@ -155,7 +155,7 @@ def test_unused_rows_are_not_read(kernel):
 def test_kernels_in_bfloat16(kernel):
     """Scores and sums are float32: as near to float32's result as the einsum is."""
     given, length_B = drawn([300], (1, 2, 4, 7, 64), 384, 7, jnp.bfloat16)
-    sight = masks.sight(length_B, masks.line(7))
+    sight = masks.cache_mask(length_B, masks.causal_tree(7))
     mixed, _ = jax.jit(KERNELS[kernel])(*given, sight)
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), given)
     expected, _ = by_einsum(*wide, sight)
@@ -166,7 +166,7 @@ def test_kernels_in_bfloat16(kernel):
 def test_nothing_is_written_behind_a_cache_that_is_too_small():
     """Its last rows hold what fits; a row further would be the next head's first."""
     (packed, turn, past), length_B = drawn([254], (1, 3, 1, 4, 64), 256, 4)
-    sight = masks.sight(length_B, masks.line(4))
+    sight = masks.cache_mask(length_B, masks.causal_tree(4))
     _, written = jax.jit(KERNELS.get("gpu", attention.attend_cached))(packed, turn, past, sight)
     heads = rotate_packed(packed, turn)
     for head, rows, old in zip((-2, -1), written, past, strict=True):
@@ -180,7 +180,7 @@ def test_a_device_without_kernels_is_said_once(monkeypatch, caplog):
     monkeypatch.setattr(jax, "local_devices", lambda: [old])
     attention._say.cache_clear()
     given, length_B = drawn([100], (1, 1, 1, 1, 64), 256, 1)
-    sight = masks.sight(length_B, masks.line(1))
+    sight = masks.cache_mask(length_B, masks.causal_tree(1))
     for _ in range(2):
         mixed, _ = attention.attend_cached(*given, sight)
     np.testing.assert_array_equal(mixed, attention.by_einsum(*given, sight)[0])
@@ -211,7 +211,7 @@ def test_the_gpu_kernel_declares_the_blocks_that_it_loads(case, monkeypatch):
     S = 512
     given, length_B = drawn([S - X] * shape[0], shape, S, X, jnp.bfloat16)
     packed, turn, past = given
-    sight = masks.sight(length_B, tree(jax.random.key(1), shape[0], shape[3], X), first)
+    sight = masks.cache_mask(length_B, tree(jax.random.key(1), shape[0], shape[3], X), first)
     loaded: dict[tuple[int, ...], int] = {}
     load = attention_gpu.triton.load
 
@@ -250,7 +250,7 @@ def test_the_tpu_kernel_declares_the_blocks_that_it_fetches():
     shape, S = (2, 2, 4, 200, 64), 1024
     given, length_B = drawn([S] * 2, shape, S, 0)
     attend = functools.partial(attention_tpu.attend, interpret=True)
-    (call,) = pallas_calls(jax.make_jaxpr(attend)(*given, masks.sight(length_B)).jaxpr)
+    (call,) = pallas_calls(jax.make_jaxpr(attend)(*given, masks.cache_mask(length_B)).jaxpr)
     grid = call.params["grid_mapping"]
     fetched = 0
     for mapping in grid.block_mappings:

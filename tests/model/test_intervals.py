@@ -57,7 +57,7 @@ def by_definition(name: str, seed: int) -> np.ndarray:
     return found[name]
 
 
-def intervals(name: str, seed: int) -> masks.Intervals:
+def intervals(name: str, seed: int) -> masks.IntervalMask:
     segment_BT, position_BT, known_BT = map(jnp.asarray, packed(seed))
     start_BT = masks.known_until(known_BT, segment_BT)
     if name.startswith("fed_back"):

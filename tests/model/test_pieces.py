@@ -7,7 +7,7 @@ import pytest
 
 from moa_jax.decode import sample
 from moa_jax.model import pieces
-from moa_jax.model.pieces import likeliest
+from moa_jax.model.pieces import argmax
 
 NAN, INF = float("nan"), float("inf")
 
@@ -38,7 +38,7 @@ def test_of_one_law(argmax, law):
     order_V = jnp.array(law)
     is_finite = law in LAWS.values()
     assert int(jax.jit(argmax)(order_V)) == (int(jnp.argmax(order_V)) if is_finite else -1)
-    assert int(jax.jit(likeliest)(order_V)) == (int(jnp.argmax(order_V)) if is_finite else 0)
+    assert int(jax.jit(argmax)(order_V)) == (int(jnp.argmax(order_V)) if is_finite else 0)
 
 
 @pytest.mark.parametrize("V", [100, 2048])
@@ -52,7 +52,7 @@ def test_of_what_is_computed_in_the_same_program(V):
     @jax.jit
     def drawn(logits_BNV: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores_BNV = score(logits_BNV, seed)
-        return sample.draw(scores_BNV, jnp.zeros(())), scores_BNV
+        return sample.sample(scores_BNV, jnp.zeros(())), scores_BNV
 
     for seed in range(20):
         logits_BNV = 5 * jax.random.normal(jax.random.key(100 + seed), (2, 6, V))
@@ -64,6 +64,6 @@ def test_of_what_is_computed_in_the_same_program(V):
 @pytest.mark.parametrize("V", [1, 7, 2048])
 def test_of_many_laws(dtype, V):
     order_BNV = jnp.round(3 * jax.random.normal(jax.random.key(V), (2, 5, V))).astype(dtype)
-    found_BN = jax.jit(likeliest)(order_BNV)
+    found_BN = jax.jit(argmax)(order_BNV)
     assert found_BN.dtype == jnp.int32
     np.testing.assert_array_equal(found_BN, jnp.argmax(order_BNV, axis=-1))

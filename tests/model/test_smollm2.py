@@ -68,7 +68,7 @@ def smol(smollm2_gguf) -> Smol:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def whole(cfg: Any, params: Any, tokens_1T: jax.Array) -> llama.Pass:
+def whole(cfg: Any, params: Any, tokens_1T: jax.Array) -> llama.ForwardOutput:
     """One pass without caches, every residual stream tapped."""
     T = tokens_1T.shape[1]
     context = llama.Context(jnp.arange(T)[None], masks.causal(jnp.ones((1, T), jnp.int32)))
@@ -76,15 +76,17 @@ def whole(cfg: Any, params: Any, tokens_1T: jax.Array) -> llama.Pass:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def piece(cfg: Any, params: Any, tokens_1T: jax.Array, start: jax.Array, caches: Any) -> llama.Pass:
+def piece(
+    cfg: Any, params: Any, tokens_1T: jax.Array, start: jax.Array, caches: Any
+) -> llama.ForwardOutput:
     """One pass over tokens from `start` on, every residual stream tapped."""
     T = tokens_1T.shape[1]
-    sight = masks.sight(start[None], masks.line(T))
+    sight = masks.cache_mask(start[None], masks.causal_tree(T))
     context = llama.Context((start + jnp.arange(T))[None], sight, caches)
     return llama.forward(cfg, params, tokens_1T, context, range(cfg.num_layers))
 
 
-def in_pieces(cfg: Any, params: Any, tokens_1T: np.ndarray) -> llama.Pass:
+def in_pieces(cfg: Any, params: Any, tokens_1T: np.ndarray) -> llama.ForwardOutput:
     """The same text in chunks and then by few tokens; keys and values are those of the caches."""
     T, start, passes = tokens_1T.shape[1], 0, []
     caches = llama.init_caches(cfg, 1, T, jnp.float32)
@@ -95,7 +97,7 @@ def in_pieces(cfg: Any, params: Any, tokens_1T: np.ndarray) -> llama.Pass:
     assert start == T
     join = lambda *parts: np.concatenate(parts, axis=1)
     hidden_1TD, tapped = jax.tree.map(join, *((each.hidden_BTD, each.tapped) for each in passes))
-    return llama.Pass(hidden_1TD, caches, tapped, None)
+    return llama.ForwardOutput(hidden_1TD, caches, tapped, None)
 
 
 @pytest.mark.parametrize("count", PIECES)

@@ -102,7 +102,7 @@ def test_cached_pass_equals_whole_pass(saved):
     for advance_B, count in (([3, 1, 2], 3), ([1, 1, 1], 1), ([3, 2, 1], 3)):
         index_BT = length_B[:, None] + jnp.arange(count)
         new_BT = jnp.take_along_axis(tokens_BT, index_BT, axis=1)
-        sight = masks.sight(length_B, masks.line(count))
+        sight = masks.cache_mask(length_B, masks.causal_tree(count))
         found = forward(params, new_BT, llama.Context(index_BT, sight, caches))
         hidden_BWD = np.asarray(found.hidden_BTD)
         for b, advance in enumerate(advance_B):

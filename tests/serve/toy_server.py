@@ -25,7 +25,7 @@ from infer.openai.model import Model
 from moa_jax.config import DraftShape
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.engine import Full, Load, News, Request, Ticket
-from moa_jax.decode.logprobs import Likely
+from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.decode.sample import Sampling
 from tests.meeting import PATIENCE, wait_for
 
@@ -56,10 +56,10 @@ def answer_of(request: Request) -> list[int]:
     return text[len(request.prompt_ids) :]
 
 
-def likely_of(token: int, top_logprobs: int) -> Likely:
+def likely_of(token: int, top_logprobs: int) -> TokenLogprob:
     """Log-probabilities that tell their token."""
     top = [((token + rank) % VOCAB, -float(rank)) for rank in range(top_logprobs)]
-    return Likely(-token / VOCAB, top)
+    return TokenLogprob(-token / VOCAB, top)
 
 
 class ToyEngine:

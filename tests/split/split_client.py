@@ -30,7 +30,7 @@ from infer.split.server.app import PATH, ConnectionLimits, SplitServer
 from infer.split.server.sessions import ServerLimits
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.split import wire
-from moa_jax.split.half import EXACT, DraftHalf
+from moa_jax.split.half import EXACT, ClientDrafter
 from tests.split.resets import ResettingProxy
 from tests.split.split_server import (
     PAIRING,
@@ -159,7 +159,7 @@ class AnswerSeen:
         assert shown == self.tokens
 
 
-def num_held(half: DraftHalf) -> int:
+def num_held(half: ClientDrafter) -> int:
     """Numbers that a client holds of drafter and target."""
     return sum(leaf.size for leaf in jax.tree.leaves(half._weights))
 
@@ -227,7 +227,7 @@ def is_linked(answering: SplitClient) -> bool:
 def rest_until_linked(half: ToyHalf, answering: SplitClient, most: int = 24) -> None:
     """A drafter that has written so many tokens alone waits for a link: the toy writes faster
     than anybody can dial."""
-    half.may_draft = lambda: is_linked(answering) or len(answering.text.tail) < most
+    half.may_draft = lambda: is_linked(answering) or len(answering.text.unverified) < most
 
 
 def hurry(server: ServerAddress, options: ClientOptions, seconds: float = 0.5) -> None:

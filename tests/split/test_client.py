@@ -17,9 +17,9 @@ from moa_jax.config import Sampling
 from moa_jax.decode.session import rows_of
 from moa_jax.decode.text import Detokenizer, Writer
 from moa_jax.split import wire
-from moa_jax.split.half import DraftHalf
+from moa_jax.split.half import ClientDrafter
 from moa_jax.split.pairing import pairing_of
-from moa_jax.split.slots import Slots
+from moa_jax.split.slots import TargetSlots
 from tests.certificates import certificate
 from tests.model_folders import save_random_pair
 from tests.pairs import NO_STOP, Pair, random_pair_of
@@ -47,7 +47,9 @@ def slots(pair: Pair):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moa_jax.split.slots.NODES", (16,))
         patch.setattr("moa_jax.split.slots.SESSIONS", (2,))
-        yield Slots(pair.target, pair.drafter, num_slots=2, max_tokens=64, max_nodes=16, chunk=32)
+        yield TargetSlots(
+            pair.target, pair.drafter, num_slots=2, max_tokens=64, max_nodes=16, chunk=32
+        )
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,7 @@ def files(tmp_path_factory):
 @pytest.fixture
 def ask(folder, server, files, capsys, monkeypatch):
     """Runs the program; its exit code and what it printed. It compiles what it needs alone."""
-    monkeypatch.setattr(DraftHalf, "warm", lambda self, counts, shapes: None)
+    monkeypatch.setattr(ClientDrafter, "warm", lambda self, counts, shapes: None)
 
     def run(*flags: object, url: str | None = None, draft=None) -> tuple[int, str, str]:
         url = url or f"ws://127.0.0.1:{server.port}/v1/split"

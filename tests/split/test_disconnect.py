@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from infer.split.client.state import ClientOptions
-from infer.split.link import Busy, Lost
+from infer.split.link import ServerBusy, ConnectionLost
 from infer.split.server.app import ConnectionLimits
 from moa_jax.config import Sampling
 from moa_jax.split import wire
@@ -131,7 +131,7 @@ def test_disconnect_before_the_first_answer_is_an_error_and_later_not(server):
 
         async def work(answering):
             proxy.refuse()
-            with pytest.raises(Lost):
+            with pytest.raises(ConnectionLost):
                 await answered(answering, PROMPT, NEW)
             proxy.heal()
             first = await answered(answering, PROMPT, NEW)
@@ -274,7 +274,7 @@ def test_disconnect_client_waits_for_a_slot_and_writes_on():
 def test_disconnect_server_without_room_is_said_at_the_start():
     with running(ToySlots(1), max_queue=0) as server, Client(server) as other:
         other.open(PROMPT)
-        with nothing_left(), pytest.raises(Busy, match="queue is full"):
+        with nothing_left(), pytest.raises(ServerBusy, match="queue is full"):
             ask(server_at(server.port), CHAIN, PROMPT, NEW)
 
 

@@ -28,9 +28,9 @@ from moa_jax.config import DraftShape, Sampling
 from moa_jax.data import chat
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.pretrained import describe_target
-from moa_jax.split.half import DraftHalf
+from moa_jax.split.half import ClientDrafter
 from moa_jax.split.pairing import pairing_of
-from moa_jax.split.slots import Slots
+from moa_jax.split.slots import TargetSlots
 from tests.pairs import NO_STOP, random_pair_of
 from tests.split.resets import ResettingProxy
 from tests.split.split_client import answered, linked, relayed, run_client, serving, spoiler
@@ -59,14 +59,16 @@ def server(pair, facts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moa_jax.split.slots.NODES", (16,))
         patch.setattr("moa_jax.split.slots.SESSIONS", (4,))
-        slots = Slots(pair.target, pair.drafter, num_slots=4, max_tokens=64, max_nodes=16, chunk=32)
+        slots = TargetSlots(
+            pair.target, pair.drafter, num_slots=4, max_tokens=64, max_nodes=16, chunk=32
+        )
         with serving(slots, facts, pair.target.config.vocab_size) as found:
             yield found
 
 
 @pytest.fixture(scope="module")
 def half(pair):
-    return DraftHalf(pair.target, pair.drafter, max_tokens=64)
+    return ClientDrafter(pair.target, pair.drafter, max_tokens=64)
 
 
 def at(port: int, facts: dict, timeout: float = 5.0) -> ServerAddress:
@@ -169,7 +171,7 @@ def demo():
     """The bundled pair: its own plain decoding, the client's half, and facts."""
     target = load_target(DEMO / "target", jnp.float32)
     drafter = load_drafter(DEMO / "draft", target, dtype=jnp.float32)
-    half = DraftHalf(describe_target(DEMO / "target"), drafter, max_tokens=512)
+    half = ClientDrafter(describe_target(DEMO / "target"), drafter, max_tokens=512)
     return Session(target), half, pairing_of(target, drafter)
 
 

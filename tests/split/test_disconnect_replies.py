@@ -9,7 +9,7 @@ import pytest
 
 from infer.split.client.answering import SplitClient
 from infer.split.client.state import ClientOptions
-from infer.split.link import Lost
+from infer.split.link import ConnectionLost
 from moa_jax.split import wire
 from tests.split.split_client import (
     CHAIN,
@@ -204,7 +204,7 @@ def test_disconnect_again_in_the_middle_of_a_long_tail(server, monkeypatch):
     async def failing(self):
         calls.append(len(self.text.tail))
         if len(calls) == 2:
-            raise Lost("again")
+            raise ConnectionLost("again")
         await verify(self)
 
     monkeypatch.setattr(SplitClient, "_verify_tail", failing)

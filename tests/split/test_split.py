@@ -13,10 +13,10 @@ from moa_jax import load_drafter
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.errors import InputError
 from moa_jax.pretrained import describe_target
-from moa_jax.split.half import DraftHalf
+from moa_jax.split.half import ClientDrafter
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.rows import pack, unpack
-from moa_jax.split.slots import DraftRequest, NoSlot, Slots
+from moa_jax.split.slots import DraftRequest, NoSlot, TargetSlots
 from tests.pairs import NO_STOP, Pair, random_pair_of
 from tests.split.split_client import num_held
 
@@ -35,7 +35,7 @@ TREE = DraftShape(4, 3, 8)
 class Split:
     """Both halves, and the client's side of a session: text and what the target has verified."""
 
-    def __init__(self, slots: Slots, half: DraftHalf, codec: str = "float32") -> None:
+    def __init__(self, slots: TargetSlots, half: ClientDrafter, codec: str = "float32") -> None:
         self.slots, self.half, self.codec = slots, half, codec
         self.text: list[int] = []
         self.known = 0
@@ -80,15 +80,17 @@ def slots(pair: Pair):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moa_jax.split.slots.NODES", (16,))
         patch.setattr("moa_jax.split.slots.SESSIONS", (4,))
-        yield Slots(pair.target, pair.drafter, num_slots=4, max_tokens=64, max_nodes=16, chunk=32)
+        yield TargetSlots(
+            pair.target, pair.drafter, num_slots=4, max_tokens=64, max_nodes=16, chunk=32
+        )
 
 
 @pytest.fixture(scope="module")
-def half(pair: Pair) -> DraftHalf:
+def half(pair: Pair) -> ClientDrafter:
     """Made without the target's weights: it reads from its files what the drafter borrows."""
     described = describe_target(pair.target.folder)
     drafter = pair.drafter._replace(params=pair.drafter.params)
-    return DraftHalf(described, drafter, max_tokens=64)
+    return ClientDrafter(described, drafter, max_tokens=64)
 
 
 # The others are slow: sessions that share a pass, below, have every law with both shapes.
@@ -310,7 +312,7 @@ def test_split_slots_run_out_and_sessions_are_bounded(slots):
 
 def test_split_needs_no_drafter_on_the_server(pair):
     """A client that drafts nothing streams the target's tokens, one a pass."""
-    slots = Slots(pair.target, None, num_slots=1, max_tokens=64, max_nodes=1)
+    slots = TargetSlots(pair.target, None, num_slots=1, max_tokens=64, max_nodes=1)
     slot = slots.open(Sampling(), NO_STOP, 15, 2)
     text = slots.read(slot, PROMPTS[0], pick_root=True).tokens
     while len(text) < 15:
@@ -329,7 +331,7 @@ def test_split_sides_choose_the_format_of_their_weights(pair, slots):
         weights: load_drafter(pair.drafter.folder, described, weights=weights, **options)
         for weights in (None, "int8")
     }
-    halves = {name: DraftHalf(described, each, max_tokens=64) for name, each in found.items()}
+    halves = {name: ClientDrafter(described, each, max_tokens=64) for name, each in found.items()}
     held = {
         name: sum(leaf.nbytes for leaf in jax.tree.leaves(half._weights))
         for name, half in halves.items()
@@ -354,5 +356,5 @@ def test_split_pairs_are_loaded_in_part(pair):
     drafter = load_drafter(
         pair.drafter.folder, described, target_layer_inference=reused, dtype=jnp.float32
     )
-    half = DraftHalf(described, drafter, max_tokens=64)
+    half = ClientDrafter(described, drafter, max_tokens=64)
     assert num_held(half) > 0

@@ -10,7 +10,7 @@ import pytest
 
 from infer.split.client.answering import SplitClient
 from infer.split.client.replies import TokenRows, joined
-from infer.split.link import Lost
+from infer.split.link import ConnectionLost
 from tests.split.split_client import (
     CHAIN,
     CLOSE,
@@ -127,7 +127,7 @@ def test_disconnect_again_and_again_feeds_no_token_twice(server, monkeypatch):
         if len(calls) == 1:
             fed.clear()
         if len(calls) < 6:
-            raise Lost("again")
+            raise ConnectionLost("again")
         if len(calls) == 6:
             between.extend(fed)
         await verify(self)

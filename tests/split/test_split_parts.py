@@ -17,7 +17,7 @@ from moa_jax import load_drafter, load_target
 from moa_jax.config import DraftShape, Eagle3Config, EagleConfig, MoaConfig, Sampling
 from moa_jax.files import folders, parts
 from moa_jax.pretrained import describe_target, functions_of, load_borrowed, save_drafter
-from moa_jax.split.half import DraftHalf
+from moa_jax.split.half import ClientDrafter
 from moa_jax.split.pairing import mismatch, pairing_of
 from tests.drafting import untrained
 from tests.model_folders import edit_json, edit_tensors, refusal, tensors_of
@@ -94,7 +94,7 @@ def facts(folder):
 
 def drafted(folder):
     """What the client's half drafts after a text of which it has some rows of the target."""
-    half = DraftHalf(*client_pair(folder), max_tokens=64)
+    half = ClientDrafter(*client_pair(folder), max_tokens=64)
     half.reset(Sampling())
     rng, known = np.random.default_rng(3), len(TEXT) - 1
     half.absorb(0, TEXT[:-1], [rng.normal(size=(known, *leaf.shape)) for leaf in half.leaves])
@@ -109,8 +109,10 @@ def test_the_part_holds_what_the_client_reads_and_no_more(cuts, kind):
     for folder in (cuts / "whole", cuts / "part"):
         target, drafter = client_pair(folder)
         functions = functions_of(drafter, target.config)
-        weights.append((drafter.params, load_borrowed(target, functions.borrow, jnp.float32)))
-        assert not set(functions.digest_only) & set(drafter.params)
+        weights.append(
+            (drafter.params, load_borrowed(target, functions.shared_params, jnp.float32))
+        )
+        assert not set(functions.condense_only) & set(drafter.params)
     jax.tree.map(np.testing.assert_array_equal, *weights)
     layers = {"n3": (2, 3, 4)}.get(kind, ())
     outer = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
@@ -149,7 +151,7 @@ def test_a_drafter_without_files_borrows_nothing(moa):
     assert tensors_of(moa / "lookup" / "target") == {}
     pairs = [client_pair(moa / side, "lookup") for side in ("whole", "lookup")]
     assert mismatch(*(pairing_of(*pair) for pair in pairs)) == ""
-    assert num_held(DraftHalf(*pairs[1], max_tokens=64)) == 0
+    assert num_held(ClientDrafter(*pairs[1], max_tokens=64)) == 0
 
 
 # ---- another pair is refused --------------------------------------------------------------
@@ -217,7 +219,7 @@ def test_a_part_is_taken_for_no_whole(moa, capsys):
 
 def test_a_part_for_another_drafter_is_refused(moa):
     edit_json(moa / "part" / "draft" / "config.json", target_layer_inference=2)
-    said = refusal(DraftHalf, *client_pair(moa / "part"), max_tokens=64)
+    said = refusal(ClientDrafter, *client_pair(moa / "part"), max_tokens=64)
     assert "part/target holds only a client's part" in said and "model.layers.3." in said
 
 

@@ -31,7 +31,7 @@ from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 from moa_jax.split import wire
 from moa_jax.split.pairing import pairing_of
-from moa_jax.split.slots import DraftRequest, Slots
+from moa_jax.split.slots import DraftRequest, TargetSlots
 from tests.certificates import certificate
 from tests.meeting import wait_for
 from tests.model_folders import save_random_pair
@@ -246,7 +246,7 @@ def answer(url: str, pair: Path, prompt: list[int], count: int, **options) -> li
 def test_split_serves_everything_padded_before_the_rest_is_compiled(pair):
     target = load_target(pair / "target", jnp.float32)
     drafter = load_drafter(pair / "draft", target)
-    slots = Slots(target, drafter, num_slots=2, max_tokens=64, max_nodes=16, chunk=40)
+    slots = TargetSlots(target, drafter, num_slots=2, max_tokens=64, max_nodes=16, chunk=40)
     every = slots.passes(sampled=True)
     for size in every[:2]:
         slots.compile(size)

@@ -8,7 +8,7 @@ import pytest
 from moa_jax.model import attention, attention_intervals
 from moa_jax.model.attention_intervals import How
 from moa_jax.model.cache import KV
-from moa_jax.model.masks import Intervals
+from moa_jax.model.masks import IntervalMask
 
 
 def in_blocks(patch: pytest.MonkeyPatch, size: int) -> list[tuple[int, ...]]:
@@ -17,7 +17,7 @@ def in_blocks(patch: pytest.MonkeyPatch, size: int) -> list[tuple[int, ...]]:
 
     class Kernels:
         @staticmethod
-        def attend(q_BKGTE: jax.Array, kv: KV, seen: Intervals) -> jax.Array:
+        def attend(q_BKGTE: jax.Array, kv: KV, seen: IntervalMask) -> jax.Array:
             calls.append(q_BKGTE.shape)
             how = How("tpu", size, size, is_interpreted=True)
             return attention_intervals.attend(q_BKGTE, kv, seen, how)

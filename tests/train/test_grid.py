@@ -14,7 +14,7 @@ from infer.info import ROOT
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Eagle3Config, GridConfig
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.drafters.api import Taps
+from moa_jax.drafters.api import TapSpec
 from moa_jax.errors import InputError
 from tests.model_folders import refusal
 from tests.train.test_training import CONVERSATIONS, distill_config
@@ -256,7 +256,7 @@ def test_one_cache_serves_all_cells_of_the_same_rows(tmp_path):
     grid = dataclasses.replace(grid, cells=(*grid.cells, ("eagle3", eagle3)))
     flags = CacheFlags(tmp_path / "cache", 1.0)
     one_of = lambda grid: shared(flags, grid.cells, TARGET.config)
-    assert one_of(grid) == flags._replace(taps=Taps(True, (2, 6, 9)))
+    assert one_of(grid) == flags._replace(taps=TapSpec(True, (2, 6, 9)))
     alike = with_cell(grid, data_rows_per_batch=2, data_seed=5, optim_total_steps=13)
     assert one_of(alike) == one_of(grid)
     for changes, line in (

@@ -20,7 +20,7 @@ from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.data.batches import Batches
 from moa_jax.data.mixture import Mixture
 from moa_jax.drafters import DRAFTERS, method_of
-from moa_jax.drafters.api import Taps
+from moa_jax.drafters.api import TapSpec
 from moa_jax.files.folders import WEIGHTS_AND_CONFIG, folder_hash
 from moa_jax.model import attention, attention_intervals, sharding
 from moa_jax.pretrained import describe_target
@@ -58,7 +58,7 @@ def test_updates_are_the_same_bit_for_bit(kind):
     config = mesh_run.config_of(MeshConfig(), accumulate=2)
     config = dataclasses.replace(config, drafter=drafter, feedback=feedback)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    program, taps = make_train_step(config, mesh_run.TARGET, mesh), Taps(True, (0, 1, 2))
+    program, taps = make_train_step(config, mesh_run.TARGET, mesh), TapSpec(True, (0, 1, 2))
     keep = jax.jit(make_keep(mesh_run.TARGET, taps, jnp.float32))
     names = part_names(DRAFTERS[method_of(drafter)].make(drafter, mesh_run.TARGET, config).taps)
     with jax.set_mesh(mesh):
@@ -108,7 +108,7 @@ def small_run(folder: Path, target: Path, **changes):
 def test_a_run_with_a_cache_is_the_same_run(small_target, tmp_path, capsys):
     plain, cached = tmp_path / "plain", tmp_path / "cached"
     distill.distill(small_run(plain, small_target))
-    flags = CacheFlags(tmp_path / "cache", 1.0, Taps(streams=(1,)))
+    flags = CacheFlags(tmp_path / "cache", 1.0, TapSpec(streams=(1,)))
     distill.distill(small_run(cached, small_target), flags)
     assert metrics(cached, "train") == metrics(plain, "train")
     assert metrics(cached, "eval") == metrics(plain, "eval")
@@ -269,7 +269,7 @@ def test_other_folders_are_left_alone(tmp_path):
 def test_several_processes_are_refused(small_target, tmp_path, monkeypatch):
     config = small_run(tmp_path, small_target)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    said = refusal(distill.opened, CacheFlags(tmp_path, 1.0), config, None, None)
+    said = refusal(distill.open_cache, CacheFlags(tmp_path, 1.0), config, None, None)
     assert "--target-cache needs one process" in said
 
 
@@ -278,7 +278,7 @@ def test_a_cache_belongs_to_weights_that_were_fetched_after_the_description(smal
     shutil.copytree(small_target, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     flags, rows = CacheFlags(tmp_path / "cache", 1.0), Batches(rows_of(0), 2, seed=0)
     config = small_run(tmp_path, small_target)
-    bound = distill.opened(flags, config, describe_target(bare), rows)._made_from["target"]
+    bound = distill.open_cache(flags, config, describe_target(bare), rows)._made_from["target"]
     of = lambda folder: folder_hash(folder, WEIGHTS_AND_CONFIG)
     assert bound == of(small_target) != of(bare)
 
@@ -287,7 +287,7 @@ def test_a_cache_outlives_a_tokenizer_that_is_written_anew(small_target, tmp_pat
     target, flags = tmp_path / "target", CacheFlags(tmp_path / "cache", 1.0)
     shutil.copytree(small_target, target)
     config, rows = small_run(tmp_path, target), Batches(rows_of(0), 2, seed=0)
-    opened = lambda: distill.opened(flags, config, describe_target(target), rows)
+    opened = lambda: distill.open_cache(flags, config, describe_target(target), rows)
     now = opened()._made_from
     (target / "tokenizer.json").write_text((target / "tokenizer.json").read_text() + "\n")
     assert opened()._made_from == now
@@ -327,7 +327,7 @@ def test_numbers_name_the_rows_of_a_batch():
 
 
 def test_one_cache_serves_several_drafters():
-    assert union([Taps(), Taps(True), Taps(streams=(2, 6)), Taps(streams=(2, 1))]) == Taps(
-        True, (1, 2, 6)
-    )
-    assert union([Taps()]) == Taps()
+    assert union(
+        [TapSpec(), TapSpec(True), TapSpec(streams=(2, 6)), TapSpec(streams=(2, 1))]
+    ) == TapSpec(True, (1, 2, 6))
+    assert union([TapSpec()]) == TapSpec()

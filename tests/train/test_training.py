@@ -362,7 +362,7 @@ def test_it_is_said_that_an_eagle_needs_its_feature_loss(drafter, weight, steps,
         loss=LossConfig(feature_weight=weight),
         feedback=FeedbackConfig(steps),
     )
-    assert bool(distill.trap(config)) == is_said
+    assert bool(distill.warn_unused_feature_loss(config)) == is_said
 
 
 def test_overrides_reach_their_field(settings_file):

@@ -36,7 +36,7 @@ from moa_jax.drafters.losses import next_token_loss
 from moa_jax.training.checkpoint import Checkpoints
 from moa_jax.training.optim import optimizer
 from moa_jax.training.update import abstract, init_state, make_update
-from train.run.loop import Job, fit
+from train.run.loop import TrainJob, fit
 from train.run.settings import config_parser, parse_config
 
 VOCAB, WIDTH, LENGTH, ROWS = 16, 64, 8, 4
@@ -84,7 +84,7 @@ def toy_loss(params: Any, frozen: Any, batch: Batch, key: Any, progress: Any) ->
     return next_token_loss(here_BTV @ params["embed"] @ params["head"] * spoilt, batch)
 
 
-def toy_job(config: PretrainConfig, **changes: Any) -> Job:
+def toy_job(config: PretrainConfig, **changes: Any) -> TrainJob:
     """The job of `config`, with some of its parts replaced."""
     seed, tx = config.run.seed, optimizer(config.optim)
 
@@ -105,7 +105,7 @@ def toy_job(config: PretrainConfig, **changes: Any) -> Job:
     shapes = jax.eval_shape(init, jax.random.key(seed))
     state = abstract(shapes, placed(0, PartitionSpec()).sharding)
     known = (config, start, state, placed_batch, toy_update(config.optim, seed), evaluate)
-    job = Job(*known, data={"first rows": "toy's"})
+    job = TrainJob(*known, data={"first rows": "toy's"})
     return dataclasses.replace(job, **changes)
 
 

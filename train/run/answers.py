@@ -80,14 +80,14 @@ class LocalAnswers:
         """Submits a question; `next` returns a refusal if the question does not fit the engine."""
         tokens: list[int] = []
 
-        def hear(news: News) -> None:
+        def on_output(news: News) -> None:
             tokens.extend(news.token_ids)
             if news.finish:
                 self._ended.put((question.number, tokens, news))
 
         prompt, new = tuple(question.prompt_ids), self._max_new_tokens
         try:
-            self._engine.submit(Request(prompt, new, self._stop_ids, question.sampling), hear)
+            self._engine.submit(Request(prompt, new, self._stop_ids, question.sampling), on_output)
         except (Closed, Full):  # these concern all questions
             raise
         except InputError as error:

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 from moa_jax.config import DistillConfig, DraftShape, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches, Mixture
-from moa_jax.decode.room import Room
+from moa_jax.decode.room import CacheLimits
 from moa_jax.decode.session import Session
 from moa_jax.decode.state import Weights
 from moa_jax.drafters import DRAFTERS, method_of
@@ -105,8 +105,8 @@ def fitting_prompts(
     validation: Batches, target: Target, max_new_tokens: int, most: int | None = None
 ) -> list[list[int]]:
     """The first prompts of the validation data that leave room for an answer, up to `most`."""
-    room = Room(target.config.max_position_embeddings)
-    fitting = (p for p in prompts_of(validation) if room.behind(len(p)) >= max_new_tokens)
+    room = CacheLimits(target.config.max_position_embeddings)
+    fitting = (p for p in prompts_of(validation) if room.max_new_tokens(len(p)) >= max_new_tokens)
     return list(map(list, itertools.islice(fitting, most)))
 
 
@@ -119,7 +119,7 @@ def prompts_of(source: Batches) -> Iterator[tuple[int, ...]]:
     dealt = (int(number) for step in range(len(source)) for number in source.numbers(step))
     numbers = dict.fromkeys([*dealt, *range(source.num_rows)])
     later: list[list[tuple[int, ...]]] = []
-    told: set[tuple[int, ...]] = set()
+    logged: set[tuple[int, ...]] = set()
 
     def by_turn() -> Iterator[tuple[int, ...]]:
         for first, *rest in filter(None, conversations(source, numbers)):
@@ -129,8 +129,8 @@ def prompts_of(source: Batches) -> Iterator[tuple[int, ...]]:
             yield from filter(None, turn)
 
     for prompt in by_turn():
-        if prompt not in told:
-            told.add(prompt)
+        if prompt not in logged:
+            logged.add(prompt)
             yield prompt
 
 

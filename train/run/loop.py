@@ -22,13 +22,13 @@ from moa_jax.training.checkpoint import Checkpoints
 from moa_jax.training.metrics import check_tensorboard
 from moa_jax.training.update import Metrics, Params, TrainState
 from train.run.stop import StopRequest
-from train.run.watch import Watch
+from train.run.watch import RunLogger
 
 Figures = dict[str, Any]  # deterministic numbers and lists of numbers
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class TrainJob:
     """The parts of `fit` that differ by trainer. Every process of a run makes the same calls."""
 
     config: PretrainConfig | DistillConfig
@@ -44,7 +44,7 @@ class Job:
     flops_per_token: float | None = None  # of an update, without recomputation
 
 
-def fit(job: Job, frozen: Any) -> Params | None:
+def fit(job: TrainJob, frozen: Any) -> Params | None:
     """Trains from the newest checkpoint or from `job.start()`; `frozen` is only read.
 
     Returns the final weights, or None if a signal stopped the run before its end; the state of a
@@ -58,7 +58,7 @@ def fit(job: Job, frozen: Any) -> Params | None:
         restored = checkpoints.restore(job.abstract)
         state = restored or job.start()
         done = int(state.step)
-        with Watch(config, done if restored else None, job.flops_per_token) as watch:
+        with RunLogger(config, done if restored else None, job.flops_per_token) as watch:
             for step, tau in watch.taus.items():
                 checkpoints.rate(step, tau)
             stopped = stop.reached(done)
@@ -86,7 +86,12 @@ def fit(job: Job, frozen: Any) -> Params | None:
 
 
 def _measure(
-    job: Job, step: int, params: Params, frozen: Any, watch: Watch, checkpoints: Checkpoints
+    job: TrainJob,
+    step: int,
+    params: Params,
+    frozen: Any,
+    watch: RunLogger,
+    checkpoints: Checkpoints,
 ) -> None:
     """Evaluates and decodes at steps where either is due and not yet recorded."""
     run, total = job.config.run, job.config.optim.total_steps

@@ -41,7 +41,7 @@ class Partial:
         self.output, self.path = output, output.with_name(output.name + ".partial")
         self.drifted = 0  # answers whose text re-tokenizes differently
         self._over: dict[int, dict[str, Any]] = {}
-        self._heard: defaultdict[int, list[TargetAnswer]] = defaultdict(list)
+        self._answers_by_number: defaultdict[int, list[TargetAnswer]] = defaultdict(list)
         with contextlib.ExitStack() as stack:
             header = json.dumps(settings | {"version": VERSION}, sort_keys=True).encode()
             entries = self._opened(stack, header)
@@ -91,7 +91,7 @@ class Partial:
 
     def answers_of(self, number: int) -> Sequence[TargetAnswer]:
         """The answers so far of an unfinished conversation."""
-        return self._heard.get(number, ())
+        return self._answers_by_number.get(number, ())
 
     def add(self, answer: TargetAnswer) -> None:
         """Adds an answer after which its conversation continues."""
@@ -136,9 +136,9 @@ class Partial:
     def _note(self, entry: dict[str, Any]) -> None:
         self.drifted += entry.get("drifted", False)
         if "token_ids" in entry:
-            self._heard[entry["number"]].append(TargetAnswer(**entry))
+            self._answers_by_number[entry["number"]].append(TargetAnswer(**entry))
         else:
-            self._heard.pop(entry["number"], None)
+            self._answers_by_number.pop(entry["number"], None)
             self._over[entry["number"]] = entry
 
 

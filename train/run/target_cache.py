@@ -18,7 +18,7 @@ from infer.program import above_zero, local_path, progress
 from moa_jax.config import DistillConfig, TargetConfig
 from moa_jax.data.batches import Batches, Mixture
 from moa_jax.drafters import DRAFTERS, method_of
-from moa_jax.drafters.api import Taps
+from moa_jax.drafters.api import TapSpec
 from moa_jax.errors import InputError
 from moa_jax.files.folders import WEIGHTS_AND_CONFIG, find_folder, folder_hash
 from moa_jax.model import attention, sharding
@@ -49,7 +49,7 @@ class CacheFlags(NamedTuple):
 
     folder: Path
     most_gb: float
-    taps: Taps = Taps()  # in addition to the taps of the run's own drafter
+    taps: TapSpec = TapSpec()  # in addition to the taps of the run's own drafter
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -94,12 +94,12 @@ def shared(
     return flags._replace(taps=union([taps_of(config, target_cfg) for _, config in cells]))
 
 
-def taps_of(config: DistillConfig, target_cfg: TargetConfig) -> Taps:
+def taps_of(config: DistillConfig, target_cfg: TargetConfig) -> TapSpec:
     """The activations that the drafter of a run reads of its target."""
     return DRAFTERS[method_of(config.drafter)].make(config.drafter, target_cfg, config).taps
 
 
-def opened(
+def open_cache(
     flags: CacheFlags, config: DistillConfig, described: Target, source: Batches | Mixture
 ) -> TargetCache:
     """The cache for these rows, possibly incomplete; prints the size of the cache on stderr.
@@ -127,7 +127,7 @@ def opened(
     return cache
 
 
-def filled(
+def build_cache(
     cache: TargetCache,
     flags: CacheFlags,
     config: DistillConfig,

@@ -26,7 +26,7 @@ MOST_BATCHES = 16  # saved of skipped updates; all skipped steps are logged
 GIGA, TERA = 1e9, 1e12
 
 
-class Watch:
+class RunLogger:
     """The records of one run; only process 0 writes and prints records.
 
     The run resumes after update `restored`; None starts the run with new logs.
@@ -163,8 +163,8 @@ class Watch:
     def _not_finite(self, step: int, metrics: Metrics, batch: Batch) -> None:
         self._skipped += 1
         stop = self._run.not_finite == "stop"
-        told = {name: metrics[name] for name in ("loss", "grad_norm")}
-        told = {name: str(value) for name, value in jax.device_get(told).items()}
+        values = {name: metrics[name] for name in ("loss", "grad_norm")}
+        values = {name: str(value) for name, value in jax.device_get(values).items()}
         kept = "not recorded"
         if stop or self._skipped <= MOST_BATCHES:
             path = place(self._run.directory) / f"not_finite_{step}.npz"
@@ -174,7 +174,7 @@ class Watch:
                 with path.open("wb") as file:
                     np.savez_compressed(file, step=step, **whole._asdict())
             kept = f"in {path}"
-        what = f"step {step}: loss {told['loss']}, gradient norm {told['grad_norm']}"
+        what = f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}"
         if stop:
             raise InputError(
                 f"{what}: its batch is {kept}; lower optim.learning_rate in another "
@@ -182,7 +182,7 @@ class Watch:
                 "step the target may hold NaN, which infer.generate would name"
             )
         if self._log is not None:
-            self._log.write(step, "not_finite", told | {"skipped": self._skipped})
+            self._log.write(step, "not_finite", values | {"skipped": self._skipped})
             self._bar.line(f"{what}: skipped; its batch is {kept}")
 
 

@@ -24,7 +24,7 @@ from infer.bench.plan.lowering import HloModule, KernelCosts, num_bytes
 from infer.bench.plan.machines import Machine
 from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.decode.programs import chunks_for, on_mesh
-from moa_jax.decode.state import DecodeState, Setup, Weights
+from moa_jax.decode.state import DecodeState, StaticConfig, Weights
 from moa_jax.errors import InputError
 from moa_jax.model import convert, quantise
 from moa_jax.model.sharding import decoding_mesh
@@ -124,7 +124,7 @@ def plan(request: PlanRequest) -> Plan:
 def compile_plan(request: PlanRequest) -> Plan:
     """Computes `plan` in this process."""
     drafter = request.drafter and functions_of(request.drafter, request.target)
-    setup = Setup(request.target, drafter, request.shape)
+    setup = StaticConfig(request.target, drafter, request.shape)
     where, *others = machines.devices(request.machine)
     weights = weights_of(setup, request.weights)
     if others:
@@ -145,7 +145,7 @@ def compile_plan(request: PlanRequest) -> Plan:
     )
 
 
-def weights_of(setup: Setup, name: str) -> Weights:
+def weights_of(setup: StaticConfig, name: str) -> Weights:
     """The shapes of both models' weights in format `name`, one of FORMATS."""
     if name in quantise.FORMATS:
         return lowering.abstract_weights(setup, weights=name)
@@ -274,7 +274,9 @@ def _links(machine: Machine, found: Sequence[hlo.Collective]) -> Plan:
 # ---- the roofline -------------------------------------------------------------------------
 
 
-def roofline(request: PlanRequest, setup: Setup, weights: Weights, state: DecodeState) -> float:
+def roofline(
+    request: PlanRequest, setup: StaticConfig, weights: Weights, state: DecodeState
+) -> float:
     """Upper bound of tokens/s that programs can approach on this chip.
 
     A round is one pass of the target over all nodes, one pass of the drafter per drafted level,
@@ -292,21 +294,21 @@ def roofline(request: PlanRequest, setup: Setup, weights: Weights, state: Decode
         size = num_bytes(params) + request.used * num_bytes(caches)
         return max(size / bandwidth, flops / request.peak)
 
-    heads = block.group_size * state.now.target_caches[0].k_BKSE.shape[1]
+    heads = block.group_size * state.round.target_caches[0].k_BKSE.shape[1]
     attended = 4 * setup.target.num_layers * heads * block.head_dim
     attended *= request.used * request.cache_rows
-    batch = len(state.now.length_B)
+    batch = len(state.round.length_B)
     target = _multiplied(weights.target)
-    seconds = pass_s(target, state.now.target_caches, batch * shape.num_nodes, attended)
+    seconds = pass_s(target, state.round.target_caches, batch * shape.num_nodes, attended)
     if shape.num_drafted:
-        once = set(setup.drafter.digest_only)
+        once = set(setup.drafter.condense_only)
         level = {key: leaf for key, leaf in weights.drafter.items() if key not in once}
-        borrowed = _multiplied(setup.drafter.borrow(weights.target))
+        borrowed = _multiplied(setup.drafter.shared_params(weights.target))
         if setup.drafter.own_head:
             borrowed = {key: leaf for key, leaf in borrowed.items() if key != "lm_head"}
         for depth in range(1, shape.levels):
             width = batch * (1 if depth == 1 else shape.breadth)
-            seconds += pass_s((level, borrowed), state.now.draft_cache, width)
+            seconds += pass_s((level, borrowed), state.round.draft_cache, width)
         seconds += (
             num_bytes([weights.drafter[key] for key in once & {*weights.drafter}]) / bandwidth
         )

@@ -24,13 +24,13 @@ from infer.bench.plan.hlo import Dims
 from moa_jax.config import MeshConfig
 from moa_jax.decode import step
 from moa_jax.decode.programs import chunks_for, compiler_options, on_mesh, split
-from moa_jax.decode.sample import Law
-from moa_jax.decode.state import DecodeState, Limits, Setup, Weights
+from moa_jax.decode.sample import BatchSampling
+from moa_jax.decode.state import DecodeState, StopConditions, StaticConfig, Weights
 from moa_jax.model import llama, quantise
 from moa_jax.model.sharding import make_mesh
 from moa_jax.training.flops import programs_in
 
-GREEDY = Law()
+GREEDY = BatchSampling()
 
 
 class Cost(NamedTuple):
@@ -114,7 +114,7 @@ def needed(complaint: str) -> int | None:
 
 
 def abstract_weights(
-    setup: Setup, dtype: Any = jnp.bfloat16, weights: quantise.Format | None = None
+    setup: StaticConfig, dtype: Any = jnp.bfloat16, weights: quantise.Format | None = None
 ) -> Weights:
     """The shapes of both models' weights as loaded for decoding."""
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -126,7 +126,9 @@ def abstract_weights(
     return jax.eval_shape(lambda held: quantise.quantise_params(held, weights), shapes)
 
 
-def abstract_state(setup: Setup, weights: Weights, cache_rows: int, batch: int = 1) -> DecodeState:
+def abstract_state(
+    setup: StaticConfig, weights: Weights, cache_rows: int, batch: int = 1
+) -> DecodeState:
     """The shapes of the state of a generation."""
     capacity = cache_rows - setup.shape.num_rows
     read = functools.partial(step.prefill, setup, capacity=capacity, chunks=(1,))
@@ -135,7 +137,7 @@ def abstract_state(setup: Setup, weights: Weights, cache_rows: int, batch: int =
 
 
 def compile_decode(
-    where: Any, setup: Setup, weights: Weights, cache_rows: int, batch: int = 1
+    where: Any, setup: StaticConfig, weights: Weights, cache_rows: int, batch: int = 1
 ) -> HloModule:
     """Compiles the decode loop for caches of `cache_rows` rows; donates the state as in a session.
 
@@ -147,7 +149,7 @@ def compile_decode(
 
 
 def compile_prefill(
-    where: Any, setup: Setup, weights: Weights, cache_rows: int, batch: int = 1
+    where: Any, setup: StaticConfig, weights: Weights, cache_rows: int, batch: int = 1
 ) -> HloModule:
     """Compiles the chunked prefill of prompts of any length for caches of `cache_rows` rows."""
     capacity = cache_rows - setup.shape.num_rows
@@ -159,7 +161,7 @@ def compile_prefill(
 
 def _compile(
     where: Any,
-    setup: Setup,
+    setup: StaticConfig,
     function: Callable[..., Any],
     weights: Weights,
     *arrays: Any,
@@ -176,8 +178,8 @@ def _integers(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def _limits(batch: int) -> Limits:
-    return Limits(_integers(batch), _integers(batch, 8), _integers())
+def _limits(batch: int) -> StopConditions:
+    return StopConditions(_integers(batch), _integers(batch, 8), _integers())
 
 
 def num_bytes(tree: Any) -> int:

@@ -17,7 +17,7 @@ from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
 from moa_jax.files.folders import find_folder
 from moa_jax.pretrained import LoadedDrafter, Target
-from moa_jax.split.half import CHUNK, DraftHalf
+from moa_jax.split.half import CHUNK, ClientDrafter
 from moa_jax.split.pairing import Pairing, pairing_of
 
 NO_STOP: list[int] = []
@@ -28,7 +28,7 @@ class SplitPair(NamedTuple):
 
     name: str
     drafter: LoadedDrafter
-    half: DraftHalf
+    half: ClientDrafter
     pairing: Pairing
     flags: list[str]
 
@@ -82,7 +82,7 @@ def load(args: argparse.Namespace) -> SplitBench:
     pairs = []
     for name, path in named(args):
         drafter = open_drafter(path, target, weights=args.weights)
-        half = DraftHalf(target, drafter, max_tokens=most)
+        half = ClientDrafter(target, drafter, max_tokens=most)
         _check_can_write(args, name, half)
         flags = _server_flags(args, target, drafter, most)
         pairs.append(SplitPair(name, drafter, half, pairing_of(target, drafter), flags))
@@ -98,11 +98,11 @@ def load(args: argparse.Namespace) -> SplitBench:
     return SplitBench(args, target, pairs, ways, prompts, [one.token_ids for one in own], rates)
 
 
-def _check_can_write(args: argparse.Namespace, name: str, half: DraftHalf) -> None:
+def _check_can_write(args: argparse.Namespace, name: str, half: ClientDrafter) -> None:
     """Raises InputError if the modes need `go_on` and the drafter has none."""
     alone = [mode for mode in ("chain", "offline") if mode in args.modes]
     alone += ["--outages"] if args.outages else []
-    if half.functions.go_on is None and alone:
+    if half.functions.draft_one is None and alone:
         raise InputError(
             f"--draft {name} cannot write token by token, as {', '.join(alone)} asks; leave "
             "it out, as in --modes stream,plain,tree"

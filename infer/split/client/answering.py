@@ -24,13 +24,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from infer.split.client.drafter import ClientDrafter, chain_of
+from infer.split.client.drafter import SequenceDrafter, chain_of
 from infer.split.client.session import RemoteSession
 from infer.split.client.state import AnswerEvent, AnswerText, ClientOptions, Counts
-from infer.split.link import Denied, Gone, LinkTraffic, Lost, ServerAddress, ended
+from infer.split.link import (
+    Refused,
+    SessionExpired,
+    LinkTraffic,
+    ConnectionLost,
+    ServerAddress,
+    ended,
+)
 from moa_jax.config import Sampling
 from moa_jax.split import wire
-from moa_jax.split.half import DraftHalf
+from moa_jax.split.half import ClientDrafter
 
 
 class SplitClient:
@@ -38,7 +45,7 @@ class SplitClient:
 
     def __init__(
         self,
-        half: DraftHalf,
+        half: ClientDrafter,
         server: ServerAddress | None,
         options: ClientOptions,
         worker: ThreadPoolExecutor,
@@ -46,7 +53,7 @@ class SplitClient:
         """Calls `half` only on the single thread of `worker`; `server` None decodes offline."""
         self.options = options
         self._session = RemoteSession(server, half.cfg.vocab_size, half.leaves, options)
-        self._drafter = ClientDrafter(half, worker, options)
+        self._drafter = SequenceDrafter(half, worker, options)
 
     @property
     def welcome(self) -> wire.Welcome | None:
@@ -101,8 +108,8 @@ class SplitClient:
                     self.done = reply.done
                 else:
                     await self._round()
-            except (Lost, Gone, Denied) as error:
-                yield self.text.event(self._session.drop(error))
+            except (ConnectionLost, SessionExpired, Refused) as error:
+                yield self.text.event(self._session.disconnect(error))
             else:
                 yield self.text.event()
         await self._session.finish()
@@ -125,13 +132,15 @@ class SplitClient:
         """
         for is_last in (False, True):
             try:
-                await self._take(await self._session.reach())
+                await self._take(await self._session.ensure_session())
                 return ""
-            except (Lost, Gone) as error:
-                notice = self._session.drop(error)
+            except (ConnectionLost, SessionExpired) as error:
+                notice = self._session.disconnect(error)
                 if is_last and not self._session.was_served:
-                    raise error if isinstance(error, Lost) else Lost(str(error)) from error
-            except Denied:
+                    raise (
+                        error if isinstance(error, ConnectionLost) else ConnectionLost(str(error))
+                    ) from error
+            except Refused:
                 self._session.cut()
                 raise
         return notice
@@ -162,7 +171,7 @@ class SplitClient:
 
         Raises Lost, and changes nothing, for a reply that does not fit the last request.
         """
-        reply = self._session.take(parts)
+        reply = self._session.apply_reply(parts)
         self.text.settle(reply.tokens, kept=reply.kept)
         self.done = reply.done
         await self._drafter.absorb(reply.parts)
@@ -187,8 +196,8 @@ class SplitClient:
                 missed = await self._session.backoff.wait_for(joining)
             if missed is None and not self.done:
                 self._end_alone()
-        except Denied as error:
-            yield self.text.event(self._session.drop(error))
+        except Refused as error:
+            yield self.text.event(self._session.disconnect(error))
             return
         finally:
             self.counts.alone_s += time.perf_counter() - begin
@@ -198,8 +207,8 @@ class SplitClient:
             return
         try:
             await self._settle_up(missed)
-        except (Lost, Gone, Denied) as error:
-            yield self.text.event(self._session.drop(error))
+        except (ConnectionLost, SessionExpired, Refused) as error:
+            yield self.text.event(self._session.disconnect(error))
         else:
             yield self.text.event("connected again")
 
@@ -218,7 +227,7 @@ class SplitClient:
     def _end_alone(self) -> None:
         """Ends the answer with its tail unverified."""
         self.text.keep_tail()
-        self.done = self.text.end_of(self.text.settled) or "lost"
+        self.done = self.text.end_of(self.text.committed) or "lost"
 
     # ---- reconnected ----------------------------------------------------------------------
 
@@ -229,9 +238,9 @@ class SplitClient:
             missed = await self._session.reopen()  # replaces tokens never shown to a reader
         if missed:
             self._replace_tail(await self._take(missed))
-        while self.text.tail and not self.done:
+        while self.text.unverified and not self.done:
             if keeps:
-                await self._session.ask(wire.Read, list(self.text.tail))
+                await self._session.ask(wire.Read, list(self.text.unverified))
             else:
                 await self._verify_tail()
             self._replace_tail(await self._take(await self._session.reply()))
@@ -244,5 +253,5 @@ class SplitClient:
 
     async def _verify_tail(self) -> None:
         """Sends the tail as a draft."""
-        plan = chain_of(self.text.tail[: self._session.room])
+        plan = chain_of(self.text.unverified[: self._session.room])
         await self._session.ask(wire.Verify, plan.tokens, plan.parents)

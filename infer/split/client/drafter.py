@@ -19,7 +19,7 @@ from infer.split.client.pace import DraftPace
 from infer.split.client.replies import TokenRows, joined
 from infer.split.client.state import AnswerText, ClientOptions, Counts
 from moa_jax.config import Sampling
-from moa_jax.split.half import CHUNK, EXACT, MOST_STEPS, DraftHalf
+from moa_jax.split.half import CHUNK, EXACT, MOST_STEPS, ClientDrafter
 
 PIECE = 8  # tokens per piece when the drafter decodes alone
 
@@ -45,10 +45,12 @@ def chain_of(tokens: Sequence[int], ahead: bool = False) -> DraftPlan:
     return DraftPlan(list(tokens), list(range(len(tokens))), ahead)
 
 
-class ClientDrafter:
+class SequenceDrafter:
     """Drafts for one sequence at a time."""
 
-    def __init__(self, half: DraftHalf, worker: ThreadPoolExecutor, options: ClientOptions) -> None:
+    def __init__(
+        self, half: ClientDrafter, worker: ThreadPoolExecutor, options: ClientOptions
+    ) -> None:
         """Calls `half` only on the single thread of `worker`."""
         self._half, self._worker, self._options = half, worker, options
         self._pace = DraftPace(options.levels) if options.levels else None
@@ -94,7 +96,7 @@ class ClientDrafter:
         # The rows of a chain drafted ahead overwrite the tree's rows.
         shape = dataclasses.replace(self._options.shape, depth=1 + steps)
         begin = time.perf_counter()
-        tokens, parents = await self._drafting(self._half.tree, list(self._text.settled), shape)
+        tokens, parents = await self._drafting(self._half.tree, list(self._text.committed), shape)
         self._pace.saw_draft(time.perf_counter() - begin, steps)
         return DraftPlan(tokens[:room], parents[:room])
 
@@ -107,7 +109,7 @@ class ClientDrafter:
         """
         if self._pace is None or not self._options.draft_ahead:
             return
-        if self._half.functions.go_on is None:
+        if self._half.functions.draft_one is None:
             return
         if not self._pace.has_time(plan.levels + 2 - len(self._ahead)):
             return
@@ -130,11 +132,11 @@ class ClientDrafter:
     @property
     def can_write(self) -> bool:
         """Whether the drafter can decode without the target."""
-        return self._half.functions.go_on is not None and not self._options.stream
+        return self._half.functions.draft_one is not None and not self._options.stream
 
     def begin_tail(self) -> None:
         """Starts the tail with the tokens drafted ahead, unless a tail exists."""
-        if not self._text.tail:
+        if not self._text.unverified:
             self._text.write(self._ahead)
             if self._ahead:
                 self._fed = len(self._text.whole) - 1

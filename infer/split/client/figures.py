@@ -71,6 +71,6 @@ def figures_of(answering: SplitClient, prompt: list[int], times: AnswerTimes) ->
         "waiting_s": counts.waiting_s,
         "alone_s": counts.alone_s,
         "drops": counts.drops,
-        "unverified": answering.text.unverified,
+        "unverified": answering.text.num_unverified,
         "rewritten": counts.rewritten,
     }

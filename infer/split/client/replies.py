@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from infer.split.client.state import AnswerText
-from infer.split.link import Lost, ServerAddress
+from infer.split.link import ConnectionLost, ServerAddress
 from moa_jax.split import wire
 from moa_jax.split.rows import LeafSpec, unpack
 
@@ -64,7 +64,7 @@ def unpacked(
     try:
         rows = unpack(part.rows, part.count, leaves, server.codec, server.compress)
     except wire.BadMessage as error:
-        raise Lost(f"the server sent {error}") from error
+        raise ConnectionLost(f"the server sent {error}") from error
     return TokenRows(part.start, list(text[part.start : part.start + part.count]), rows)
 
 
@@ -75,11 +75,11 @@ def known_after(part: wire.Committed, seq: int, known: int, total: int) -> int:
     for a part of another reply and for rows that leave a gap or do not fit.
     """
     if part.seq != seq:
-        raise Lost(f"the server answered request {part.seq}, not {seq}")
+        raise ConnectionLost(f"the server answered request {part.seq}, not {seq}")
     end = part.start + part.count
     early = part.more and (part.tokens or end <= known)
     if part.start > known or early or end > total:
-        raise Lost("the server sent rows out of place")
+        raise ConnectionLost("the server sent rows out of place")
     return max(known, end)
 
 
@@ -88,10 +88,10 @@ def given_text(request: SessionRequest, part: wire.Committed, text: AnswerText) 
 
     Raises Lost for a part with rows of tokens that the request did not give.
     """
-    before = [] if isinstance(request, wire.Open) else text.settled
+    before = [] if isinstance(request, wire.Open) else text.committed
     given = [*before, *request.tokens]
     if part.start + part.count >= len(given):
-        raise Lost("the server sent rows out of place")
+        raise ConnectionLost("the server sent rows out of place")
     return given
 
 
@@ -103,7 +103,7 @@ def check(
     The client had `received` rows before the reply.
     """
     tokens = parts[-1].tokens
-    whole = [*text.settled, *tokens]
+    whole = [*text.committed, *tokens]
     if isinstance(request, wire.Read):
         fits = tokens == request.tokens
     elif isinstance(request, wire.Open):
@@ -114,7 +114,7 @@ def check(
     fits = fits and known == len(whole) - 1 and text.end_of(whole) == parts[-1].done
     stopped = not text.stops.isdisjoint(tokens[:-1])
     if not fits or stopped or len(whole) > text.total:
-        raise Lost("the server sent a reply that does not fit the request")
+        raise ConnectionLost("the server sent a reply that does not fit the request")
 
 
 def stream_part(part: wire.Committed, seq: int, last: int, text: AnswerText) -> CheckedReply:
@@ -123,11 +123,11 @@ def stream_part(part: wire.Committed, seq: int, last: int, text: AnswerText) -> 
     The previous part started at row `last`. After a lost link a stream restarts from its first
     part, so a part may repeat tokens that the client already has. Raises Lost for an invalid part.
     """
-    have = len(text.settled) - part.start - 1
+    have = len(text.committed) - part.start - 1
     in_place = part.seq == seq and part.start > last
     new = part.tokens[max(have, 0) :]
-    done = text.end_of([*text.settled, *new])
+    done = text.end_of([*text.committed, *new])
     ends = done == part.done and bool(done) != part.more
     if not in_place or have < 0 or part.count or not part.tokens or (new and not ends):
-        raise Lost("the server sent a part out of place")
+        raise ConnectionLost("the server sent a part out of place")
     return CheckedReply(new, part.done if new else "")

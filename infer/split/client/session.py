@@ -31,7 +31,14 @@ from infer.split.client.replies import (
     unpacked,
 )
 from infer.split.client.state import AnswerText, ClientOptions, Counts
-from infer.split.link import Denied, Gone, Link, LinkTraffic, Lost, ServerAddress
+from infer.split.link import (
+    Refused,
+    SessionExpired,
+    Link,
+    LinkTraffic,
+    ConnectionLost,
+    ServerAddress,
+)
 from moa_jax.config import Sampling
 from moa_jax.split import wire
 from moa_jax.split.rows import LeafSpec
@@ -107,7 +114,11 @@ class RemoteSession:
         if self.link is not None:
             try:
                 await self.link.send(wire.Close())
-            except (Lost, Gone, Denied):  # the server detects the lost connection
+            except (
+                ConnectionLost,
+                SessionExpired,
+                Refused,
+            ):  # the server detects the lost connection
                 self.cut()
         self._counts.bytes_up = self.traffic.bytes_up - self._before.bytes_up
         self._counts.bytes_down = self.traffic.bytes_down - self._before.bytes_down
@@ -124,8 +135,8 @@ class RemoteSession:
         if self.has_server and self.link is None:
             try:
                 self.link = await self._dial()
-            except Gone as error:
-                raise Lost(str(error)) from error
+            except SessionExpired as error:
+                raise ConnectionLost(str(error)) from error
 
     async def close(self) -> None:
         """Closes the connection with a closing handshake, if one is open."""
@@ -140,13 +151,13 @@ class RemoteSession:
             self.link.abort()
         self.link = None
 
-    def drop(self, error: Lost | Gone | Denied) -> str:
+    def disconnect(self, error: ConnectionLost | SessionExpired | Refused) -> str:
         """Gives up the link after an error; returns a notice with the reason."""
         self._counts.drops += self.link is not None
         self.cut()
-        if isinstance(error, Gone):
+        if isinstance(error, SessionExpired):
             self._id = None
-        if isinstance(error, Denied):  # no other link follows: the drafter decodes the rest
+        if isinstance(error, Refused):  # no other link follows: the drafter decodes the rest
             self._is_denied = True
             return str(error)
         return f"link lost: {error}"
@@ -157,7 +168,7 @@ class RemoteSession:
 
     # ---- the session ----------------------------------------------------------------------
 
-    async def reach(self) -> list[wire.Committed]:
+    async def ensure_session(self) -> list[wire.Committed]:
         """Ensures a link and a session; returns the reply that the client missed, or []."""
         if self.link is None:
             self.link = await self._dial()
@@ -174,7 +185,7 @@ class RemoteSession:
                 except BaseException:
                     link.abort()
                     raise
-            except (Lost, Gone):
+            except (ConnectionLost, SessionExpired):
                 continue
             self.link = link
             return missed
@@ -189,7 +200,7 @@ class RemoteSession:
         if self._id is not None:
             try:
                 return await self._resumed(link)
-            except Gone:
+            except SessionExpired:
                 self._id = None
         return await self._opened(link)
 
@@ -198,7 +209,7 @@ class RemoteSession:
         await link.send(wire.Resume(self._id, self._seq, self._received))
         found = await link.receive(wire.Resumed)
         if not max(self._seq, 0) <= found.seq <= self._request.seq:  # Open's reply has number 0
-            raise Gone(f"the server's last reply is {found.seq}: another session")
+            raise SessionExpired(f"the server's last reply is {found.seq}: another session")
         self._streaming = None if found.seq == self._seq else -1
         if found.seq == self._seq or isinstance(self._request, wire.Stream):
             return []  # `next_part` receives the parts of a stream, from the first
@@ -215,12 +226,12 @@ class RemoteSession:
             self._text.keep_tail()
         self._id, self._seq, self._streaming = None, -1, None
         text = self._text
-        root_given = len(text.settled) > len(text.prompt)
+        root_given = len(text.committed) > len(text.prompt)
         if self._options.stream:
-            self._received = len(text.settled) - root_given  # only drafting needs rows
+            self._received = len(text.committed) - root_given  # only drafting needs rows
         self._request = wire.Open(
             seq=0,
-            tokens=list(text.settled),
+            tokens=list(text.committed),
             prompt_length=len(text.prompt),
             root_given=root_given,
             known=self._received,
@@ -278,13 +289,13 @@ class RemoteSession:
         found, self._held = self._held, []
         return found
 
-    def take(self, parts: Sequence[wire.Committed]) -> CheckedReply:
+    def apply_reply(self, parts: Sequence[wire.Committed]) -> CheckedReply:
         """Checks a complete reply and returns its content.
 
         Raises Lost, and changes nothing, for a reply that does not fit the last request.
         """
         request, tokens = self._request, parts[-1].tokens
-        whole = [*self._text.settled, *tokens]
+        whole = [*self._text.committed, *tokens]
         check(request, parts, self._text, self._received)
         rows = [self._unpack(part, whole) for part in parts if part.count]
         self._seq, self._received = request.seq, len(whole) - 1

@@ -77,13 +77,13 @@ class AnswerText:
     def __init__(self, prompt: Sequence[int], total: int, stop_ids: Sequence[int]) -> None:
         """`total` limits the tokens of prompt and answer together."""
         self.prompt, self.total, self.stops = list(prompt), total, frozenset(stop_ids)
-        self.settled, self.tail = list(prompt), []
+        self.committed, self.unverified = list(prompt), []
         self.kept = [False] * len(prompt)  # per settled token: kept without verification
 
     @property
     def whole(self) -> list[int]:
         """Prompt, answer and tail."""
-        return [*self.settled, *self.tail]
+        return [*self.committed, *self.unverified]
 
     @property
     def answer(self) -> list[int]:
@@ -91,19 +91,23 @@ class AnswerText:
         return self.whole[len(self.prompt) :]
 
     @property
-    def unverified(self) -> int:
+    def num_unverified(self) -> int:
         """Number of answer tokens that the target has not chosen."""
-        return sum(self.kept) + len(self.tail)
+        return sum(self.kept) + len(self.unverified)
 
     @property
     def room(self) -> int:
         """Number of further tokens that fit after the settled tokens."""
-        return self.total - len(self.settled)
+        return self.total - len(self.committed)
 
     @property
     def is_written(self) -> bool:
         """Whether the answer ends with the current tail."""
-        return bool(self.tail) and self.tail[-1] in self.stops or len(self.whole) >= self.total
+        return (
+            bool(self.unverified)
+            and self.unverified[-1] in self.stops
+            or len(self.whole) >= self.total
+        )
 
     def end_of(self, tokens: Sequence[int]) -> str:
         """The finish reason after these tokens: "stop", "length", or "" if the answer goes on.
@@ -116,7 +120,7 @@ class AnswerText:
 
     def settle(self, tokens: Sequence[int], *, kept: bool = False) -> None:
         """Appends tokens that will not change; `kept` marks unverified tokens."""
-        self.settled += tokens
+        self.committed += tokens
         self.kept += [kept] * len(tokens)
 
     def write(self, tokens: Sequence[int]) -> None:
@@ -124,16 +128,16 @@ class AnswerText:
         for token in tokens:
             if self.is_written:
                 return
-            self.tail.append(token)
+            self.unverified.append(token)
 
     def keep_tail(self) -> None:
         """Settles the tail without verification."""
-        self.settle(self.tail, kept=True)
-        self.tail = []
+        self.settle(self.unverified, kept=True)
+        self.unverified = []
 
     def differs(self, tokens: Sequence[int]) -> bool:
         """Whether the target's tokens contradict the tail."""
-        return self.tail[: len(tokens)] != list(tokens[: len(self.tail)])
+        return self.unverified[: len(tokens)] != list(tokens[: len(self.unverified)])
 
     def replace_tail(self, tokens: Sequence[int]) -> int:
         """Removes the target's tokens from the front of the tail; drops the tail if they differ.
@@ -141,20 +145,20 @@ class AnswerText:
         Returns the number of tail tokens that are rewritten.
         """
         if not self.differs(tokens):
-            self.tail = self.tail[len(tokens) :]
+            self.unverified = self.unverified[len(tokens) :]
             return 0
-        pairs = zip(self.tail, tokens, strict=False)
+        pairs = zip(self.unverified, tokens, strict=False)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        rewritten = len(self.tail) - same
-        self.tail = []
+        rewritten = len(self.unverified) - same
+        self.unverified = []
         return rewritten
 
     def cut(self, count: int) -> None:
         """Keeps the first `count` tokens of the answer and settles them."""
         self.keep_tail()
         end = len(self.prompt) + count
-        self.settled, self.kept = self.settled[:end], self.kept[:end]
+        self.committed, self.kept = self.committed[:end], self.kept[:end]
 
     def event(self, notice: str = "") -> AnswerEvent:
         """The event for the current answer, with a notice."""
-        return AnswerEvent(len(self.settled) - len(self.prompt), notice)
+        return AnswerEvent(len(self.committed) - len(self.prompt), notice)

@@ -39,7 +39,7 @@ from moa_jax.config import Sampling
 from moa_jax.decode.order import Chunk, Turns
 from moa_jax.errors import InputError
 from moa_jax.split import wire
-from moa_jax.split.slots import DraftRequest, Reply, Slots
+from moa_jax.split.slots import DraftRequest, Reply, TargetSlots
 
 MOST_UNREAD = 64  # unsent parts of a stream at which its decoding pauses
 MOST_FAILURES = 3  # consecutive failures after which the server reports unhealthy
@@ -53,7 +53,7 @@ class Service:
 
     def __init__(
         self,
-        slots: Slots,
+        slots: TargetSlots,
         limits: ServerLimits,
         metrics: ServerMetrics,
         log: Log,

@@ -66,7 +66,7 @@ from moa_jax.decode.engine.wanted import wanted_now, wanted_soon
 from moa_jax.decode.order import Chunk, Turns
 from moa_jax.decode.session import GREEDY, Session
 from moa_jax.decode.vocabulary import DraftVocabulary
-from moa_jax.drafters.api import NOTHING
+from moa_jax.drafters.api import NO_TOKEN
 from moa_jax.errors import InputError
 from moa_jax.model import sharding
 from moa_jax.pretrained import LoadedDrafter, Target
@@ -116,7 +116,7 @@ class Engine:
         self._draft_rows = self.session.room.draft_rows
         num_rows = max_tokens + self._draft_rows
         self.session.check_memory(num_slots, num_rows, "--slots or --max-tokens")
-        sharding.notice_copies(num_slots, self.session.mesh)
+        sharding.warn_replicated(num_slots, self.session.mesh)
         self.num_slots, self.max_tokens, self.max_waiting = num_slots, max_tokens, max_waiting
         vocab_size = target.config.vocab_size
         self._nobody = given_of(GREEDY, 0, 0, (), vocab_size)
@@ -486,7 +486,7 @@ class Engine:
             if each.text.id not in flight.late:
                 accepted += [committed - 1 for committed, _ in that_tell(each.rounds, each.done)]
             task, news = self._tasks[each.text.id], News(each.tokens, each.logprobs)
-            if NOTHING in each.tokens:
+            if NO_TOKEN in each.tokens:
                 self._lose_of_nan(task, len(each.text.tokens) - 1)
             elif each.done:
                 self._finish(task, news)
@@ -536,7 +536,7 @@ class Engine:
                 continue
             news = News(root_1.tolist(), likely_of(task.text, found, 0, 1))
             task.text.tokens += news.token_ids
-            if NOTHING in news.token_ids:
+            if NO_TOKEN in news.token_ids:
                 self._lose_of_nan(task, len(task.request.prompt_ids))
             elif done_1[0]:
                 self._finish(task, news)

@@ -6,10 +6,10 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 
-from moa_jax.decode.background import Background
+from moa_jax.decode.background import BackgroundWorker
 from moa_jax.decode.engine.shelf import Shelf
 from moa_jax.decode.engine.wanted import Making, name_of
-from moa_jax.decode.mappings import has_room
+from moa_jax.decode.mappings import can_compile_more
 
 Done = Callable[[], None]
 
@@ -17,7 +17,9 @@ Done = Callable[[], None]
 class Maker:
     """Has programs made; all methods belong to the engine's thread."""
 
-    def __init__(self, shelf: Shelf, background: Background, order: Callable[[Done], None]) -> None:
+    def __init__(
+        self, shelf: Shelf, background: BackgroundWorker, order: Callable[[Done], None]
+    ) -> None:
         self._shelf, self._background, self._order = shelf, background, order
         self._under_way = 0  # makings that were ordered and did not end
         self._has_room = True  # for more programs
@@ -42,7 +44,7 @@ class Maker:
                 except Exception:  # jax fails now and then where two threads trace: once more
                     making()
             finally:
-                self._order(functools.partial(self._made, has_room()))
+                self._order(functools.partial(self._made, can_compile_more()))
 
         is_new = self._background.submit(name_of(making), do)
         self._under_way += bool(is_new)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from moa_jax.config import Sampling
 from moa_jax.decode.engine.seats import Text
-from moa_jax.decode.logprobs import Likely
+from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.decode.session import GREEDY
 from moa_jax.errors import InputError
 
@@ -34,11 +34,11 @@ class News(NamedTuple):
     """What a request's listener hears; the last of its news has a `finish`."""
 
     token_ids: list[int]  # newly committed, in order
-    logprobs: Sequence[Likely] = ()  # of each token, if they were asked for
+    logprobs: Sequence[TokenLogprob] = ()  # of each token, if they were asked for
     finish: str = ""  # "", "stop", "length", "cancelled" or "error"
     error: str = ""  # a line for people, with "error"
     # Of the prompt's next tokens, if they were asked for; nothing precedes the first
-    prompt_logprobs: Sequence[Likely | None] = ()
+    prompt_logprobs: Sequence[TokenLogprob | None] = ()
 
 
 CANCELLED = News([], finish="cancelled")

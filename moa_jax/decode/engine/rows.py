@@ -30,10 +30,10 @@ from moa_jax.config import Sampling
 from moa_jax.config.checks import is_id
 from moa_jax.decode import logprobs, sample, step
 from moa_jax.decode.logprobs import LogProbs
-from moa_jax.decode.programs import one
+from moa_jax.decode.programs import scalar_batch
 from moa_jax.decode.room import MOST_STOPS, check_stops
-from moa_jax.decode.sample import Law, Said, settings_of
-from moa_jax.decode.state import DecodeState, Limits, RoundState, Setup, Weights
+from moa_jax.decode.sample import BatchSampling, TokenCounts, host_batch_sampling
+from moa_jax.decode.state import DecodeState, StopConditions, RoundState, StaticConfig, Weights
 from moa_jax.errors import InputError
 from moa_jax.model import llama
 
@@ -64,7 +64,7 @@ class RowSettings(NamedTuple):
     total_B: Array  # tokens that the row may hold, prompt included
     prompt_length_B: Array
     stop_ids_BX: Array  # -1 matches nothing
-    law: Law  # with the data of keys in their place, and without biases
+    law: BatchSampling  # with the data of keys in their place, and without biases
     biases: Biases | None
 
 
@@ -88,33 +88,35 @@ class PromptLogProbs(NamedTuple):
 # ---- a text comes and goes ----------------------------------------------------------------
 
 
-def empty(setup: Setup, weights: Weights, *, slots: int, rows: int) -> Live:
+def empty(setup: StaticConfig, weights: Weights, *, slots: int, rows: int) -> Live:
     """A state in which nobody is; all rows are done."""
-    now = step.empty(setup, weights, slots, rows, Law())
+    now = step.empty(setup, weights, slots, rows, BatchSampling())
     return Live(now._replace(done_B=~now.done_B), jnp.zeros((slots, rows + 1), jnp.int32))
 
 
-def restart(setup: Setup, weights: Weights, live: Live, tokens_BC: Array, length_B: Array) -> Live:
+def restart(
+    setup: StaticConfig, weights: Weights, live: Live, tokens_BC: Array, length_B: Array
+) -> Live:
     """The rows with other texts, whose first `length` tokens the target's caches hold already."""
-    now, behind = live.now, live.now.behind
+    now, behind = live.now, live.now.draft_lag
     if behind is not None:
-        behind = behind._replace(known_B=jnp.minimum(behind.known_B, length_B))
-    now = now._replace(length_B=length_B, done_B=jnp.zeros_like(now.done_B), behind=behind)
+        behind = behind._replace(draft_len_B=jnp.minimum(behind.draft_len_B, length_B))
+    now = now._replace(length_B=length_B, done_B=jnp.zeros_like(now.done_B), draft_lag=behind)
     return Live(now, tokens_BC)
 
 
-def insert(setup: Setup, weights: Weights, live: Live, row: Live, index: Array) -> Live:
+def insert(setup: StaticConfig, weights: Weights, live: Live, row: Live, index: Array) -> Live:
     """The state with another one's only row at an index; both have the same number of rows."""
     put = lambda leaf, one: lax.dynamic_update_index_in_dim(leaf, one, index, 0)
     return jax.tree.map(put, live, row)
 
 
-def take(setup: Setup, weights: Weights, live: Live, index: Array) -> Live:
+def take(setup: StaticConfig, weights: Weights, live: Live, index: Array) -> Live:
     """A copy of one row, as a state."""
     return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, index, 1), live)
 
 
-def resized(setup: Setup, weights: Weights, live: Live, *, rows: int) -> Live:
+def resized(setup: StaticConfig, weights: Weights, live: Live, *, rows: int) -> Live:
     """A copy with caches of so many rows: what fits of the old ones, then nothing.
 
     The axis of rows is the one that such a state has in another length.
@@ -134,7 +136,7 @@ def resized(setup: Setup, weights: Weights, live: Live, *, rows: int) -> Live:
 
 
 def read(
-    setup: Setup, weights: Weights, live: Live, prompt_length_B: Array, *, chunk: int
+    setup: StaticConfig, weights: Weights, live: Live, prompt_length_B: Array, *, chunk: int
 ) -> tuple[Live, Array, PromptLogProbs | None]:
     """Reads the next chunk of the prompts; also the last state (B, D) that was read.
 
@@ -156,7 +158,7 @@ def read(
 
 
 def first(
-    setup: Setup, weights: Weights, live: Live, hidden_BD: Array, given: RowSettings
+    setup: StaticConfig, weights: Weights, live: Live, hidden_BD: Array, given: RowSettings
 ) -> tuple[Live, Array, Array, LogProbs | None]:
     """The first token of each answer behind its prompt; also these (B,), and who is done.
 
@@ -164,18 +166,23 @@ def first(
     """
     law = _law(setup, given)
     now = _with_said(setup, law, live, given, given.prompt_length_B)
-    limits = Limits(given.total_B, given.stop_ids_BX)
+    limits = StopConditions(given.total_B, given.stop_ids_BX)
     now, tokens_BC, root_B, found = step.begin_answer(
         setup, weights, now, live.tokens_BC, given.prompt_length_B, hidden_BD, limits, law
     )
-    return Live(now._replace(said=Said()), tokens_BC), root_B, now.done_B, found
+    return Live(now._replace(token_counts=TokenCounts()), tokens_BC), root_B, now.done_B, found
 
 
 # ---- decode -------------------------------------------------------------------------------
 
 
 def call(
-    setup: Setup, weights: Weights, live: Live, given: RowSettings, ended_B: Array, rounds: Array
+    setup: StaticConfig,
+    weights: Weights,
+    live: Live,
+    given: RowSettings,
+    ended_B: Array,
+    rounds: Array,
 ) -> tuple[Live, Report]:
     """Decodes at most `rounds` rounds, at most MOST_ROUNDS, of the rows that are not done.
 
@@ -190,9 +197,9 @@ def call(
     if setup.top_logprobs is not None:
         found = logprobs.blank(*live.tokens_BC.shape, setup.top_logprobs)
     state = DecodeState(now, live.tokens_BC, jnp.zeros(B, jnp.int32), counts_B2R, found)
-    limits = Limits(given.total_B, given.stop_ids_BX, rounds)
+    limits = StopConditions(given.total_B, given.stop_ids_BX, rounds)
     state = step.decode(setup, weights, state, limits, law)
-    now = state.now._replace(said=Said())
+    now = state.round._replace(token_counts=TokenCounts())
     index_BW = begin_B[:, None] + 1 + jnp.arange(MOST_ROUNDS * setup.shape.levels)
     report = Report(
         now.length_B - begin_B,
@@ -205,7 +212,7 @@ def call(
 
 
 def catch_up(
-    setup: Setup,
+    setup: StaticConfig,
     weights: Weights,
     live: Live,
     ended_B: Array,
@@ -218,18 +225,18 @@ def catch_up(
     Rows that the host has ended are not waited for.
     """
     live = _without(live, ended_B)
-    now = step.catch_up(setup, weights, live.now, live.tokens_BC, sizes, most_turns)
+    now = step.sync_drafter(setup, weights, live.now, live.tokens_BC, sizes, most_turns)
     return Live(now, live.tokens_BC)
 
 
 def _without(live: Live, ended_B: Array) -> Live:
     """The state in which these rows are done, and empty: a CPU reads as far as any row goes."""
-    now, behind = live.now, live.now.behind
+    now, behind = live.now, live.now.draft_lag
     none_if_ended = lambda count_B: jnp.where(ended_B, 0, count_B)
     if behind is not None:
-        behind = behind._replace(known_B=none_if_ended(behind.known_B))
+        behind = behind._replace(draft_len_B=none_if_ended(behind.draft_len_B))
     length_B = none_if_ended(now.length_B)
-    now = now._replace(length_B=length_B, done_B=now.done_B | ended_B, behind=behind)
+    now = now._replace(length_B=length_B, done_B=now.done_B | ended_B, draft_lag=behind)
     return live._replace(now=now)
 
 
@@ -237,7 +244,7 @@ def _picked(rows_BC: Array, index_BW: Array) -> Array:
     return jax.vmap(lambda row, at: row.at[at].get(mode="clip"))(rows_BC, index_BW)
 
 
-def _law(setup: Setup, given: RowSettings) -> Law:
+def _law(setup: StaticConfig, given: RowSettings) -> BatchSampling:
     law = sample.with_keys(given.law)
     if given.biases is None:
         return law
@@ -248,11 +255,11 @@ def _law(setup: Setup, given: RowSettings) -> Law:
 
 
 def _with_said(
-    setup: Setup, law: Law, live: Live, given: RowSettings, count_B: Array
+    setup: StaticConfig, law: BatchSampling, live: Live, given: RowSettings, count_B: Array
 ) -> RoundState:
     """What a round reads, with what a law wants to know of the first `count` tokens."""
     of_text = (live.tokens_BC, given.prompt_length_B, setup.target.vocab_size, count_B)
-    return live.now._replace(said=sample.said_in(law, *of_text))
+    return live.now._replace(token_counts=sample.counts_in(law, *of_text))
 
 
 # ---- what the host gives ------------------------------------------------------------------
@@ -303,9 +310,11 @@ def given_of(
         if not is_id(token, vocab_size):
             raise InputError(f"logit_bias names the id {token} of {vocab_size}; use others")
         biases.ids_BX[0, place], biases.values_BX[0, place] = token, bias
-    law = settings_of([dataclasses.replace(sampling, logit_bias=())], vocab_size, whole=True)
+    law = host_batch_sampling(
+        [dataclasses.replace(sampling, logit_bias=())], vocab_size, whole=True
+    )
     biases = biases._replace(values_BX=biases.values_BX.astype(np.float32))
-    return RowSettings(one(total), one(prompt_length), stops_1X, law, biases)
+    return RowSettings(scalar_batch(total), scalar_batch(prompt_length), stops_1X, law, biases)
 
 
 def together(rows: Sequence[RowSettings], kind: Kind) -> RowSettings:
@@ -318,5 +327,5 @@ def together(rows: Sequence[RowSettings], kind: Kind) -> RowSettings:
 def _narrowed(given: RowSettings, kind: Kind) -> RowSettings:
     if kind.law == WHOLE:
         return given
-    warm = Law(given.law.key_B, given.law.temperature_B)
-    return given._replace(law=warm if kind.law == WARM else Law(), biases=None)
+    warm = BatchSampling(given.law.key_B, given.law.temperature_B)
+    return given._replace(law=warm if kind.law == WARM else BatchSampling(), biases=None)

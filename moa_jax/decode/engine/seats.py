@@ -31,8 +31,8 @@ from moa_jax.decode.engine.rows import (
     together,
 )
 from moa_jax.decode.engine.shelf import Shelf, Size
-from moa_jax.decode.logprobs import Likely, LogProbs
-from moa_jax.decode.programs import at_least
+from moa_jax.decode.logprobs import TokenLogprob, LogProbs
+from moa_jax.decode.programs import bucket_for
 
 # A state has rows for so many more rounds, and a call has no more than fit. With many, texts would
 # be in large states long before they are long, and each round reads every row.
@@ -89,7 +89,7 @@ class Heard:
 
     text: Text
     tokens: list[int]
-    logprobs: list[Likely]
+    logprobs: list[TokenLogprob]
     done: bool
     rounds: list[tuple[int, int]]  # tokens committed, nodes drafted
 
@@ -203,7 +203,7 @@ class Seats:
         sizes = [slots for slots in self._shelf.slots if slots >= len(texts)]
         ways = list(dict.fromkeys(w for slots in sizes for w in self._shelf.ways_for(slots)))
         seats = min(len(texts) + coming, self._shelf.slots[-1])
-        if seats > 1 and not self._would_draft(at_least(self._shelf.slots, seats)):
+        if seats > 1 and not self._would_draft(bucket_for(self._shelf.slots, seats)):
             ways = [way for way in ways if not way.num_drafted] or ways
         ahead = ROUNDS_AHEAD * max(way.levels for way in ways)
         longest = max(min(text.total, _begin(text) + ahead) for text in texts)
@@ -214,7 +214,7 @@ class Seats:
         count = min(len(self.texts) + coming, self._shelf.slots[-1])
         has_room = self._size is not None and self._size.slots >= count
         return self._would_draft(
-            self._size.slots if has_room else at_least(self._shelf.slots, count)
+            self._size.slots if has_room else bucket_for(self._shelf.slots, count)
         )
 
     def _rows_of(self, way: DraftShape) -> int:
@@ -368,7 +368,7 @@ def _of_row(text: Text, report: Report, row: int) -> Heard:
     return Heard(text, tokens, likely, bool(report.done_B[row]), rounds)
 
 
-def likely_of(text: Text, found: LogProbs | None, row: int, count: int) -> list[Likely]:
+def likely_of(text: Text, found: LogProbs | None, row: int, count: int) -> list[TokenLogprob]:
     """What a text wants to know of its first `count` tokens of a window, on the host."""
     if text.top_logprobs is None:
         return []

@@ -26,7 +26,13 @@ from moa_jax.config import DraftShape
 from moa_jax.decode import logprobs, step
 from moa_jax.decode.engine import rows as device
 from moa_jax.decode.engine.rows import EVERY, LIKELY, Kind, Live, RowSettings
-from moa_jax.decode.programs import Programs, Ready, at_least, cache_rows_for, powers
+from moa_jax.decode.programs import (
+    Programs,
+    CompiledSizes,
+    bucket_for,
+    cache_rows_for,
+    power_of_two_buckets,
+)
 from moa_jax.decode.session import Session
 from moa_jax.model import sharding
 
@@ -74,9 +80,9 @@ class Shelf:
     ) -> None:
         """`blank` gives what a call of so many slots is given for nobody, on the host; `is_priced`
         says whether it is known what the ways of so many cost."""
-        self.slots = powers(1, num_slots)
-        self.rows = powers(LEAST_ROWS, cache_rows_for(num_rows))
-        self.chunks = powers(LEAST_CHUNK, session.chunks(1)[0])
+        self.slots = power_of_two_buckets(1, num_slots)
+        self.rows = power_of_two_buckets(LEAST_ROWS, cache_rows_for(num_rows))
+        self.chunks = power_of_two_buckets(LEAST_CHUNK, session.chunks(1)[0])
         self.ways, self.own, self.first = session.ways, session.shape, session.first
         self.catches_up = session.catches_up
         self._session, self._blank, self._is_priced = session, blank, is_priced
@@ -90,7 +96,7 @@ class Shelf:
         }
         self._ready: dict[Name, Callable[..., Any]] = {}
         self._ready_rows: tuple[int, ...] = ()
-        self._sizes = Ready[Size]()
+        self._sizes = CompiledSizes[Size]()
 
     @property
     def largest(self) -> Size:
@@ -125,7 +131,7 @@ class Shelf:
 
     def wanted(self, slots: int, rows: int) -> Size:
         """The smallest size for so much, whether its programs are there or not."""
-        return Size(at_least(self.slots, slots), at_least(self.rows, rows))
+        return Size(bucket_for(self.slots, slots), bucket_for(self.rows, rows))
 
     def best(self, slots: int, rows: int, kind: Kind, ways: Sequence[DraftShape]) -> Size | None:
         """The size that is there, holds so much, serves the kind in a way, and costs least."""
@@ -156,11 +162,11 @@ class Shelf:
 
     def row_size(self, rows: int) -> int:
         """The rows of the shortest single text for which programs are there."""
-        return at_least(self._ready_rows, rows)
+        return bucket_for(self._ready_rows, rows)
 
     def rows_to_score(self, rows: int) -> int:
         """The same where the prompt's log-probabilities are wanted."""
-        return at_least([size for size in self._ready_rows if self.has(("score", size))], rows)
+        return bucket_for([size for size in self._ready_rows if self.has(("score", size))], rows)
 
     def chunk(self, rows: int, count: int) -> int:
         """The chunk to read `count` tokens in, the largest one if it takes several."""

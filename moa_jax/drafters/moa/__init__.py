@@ -22,7 +22,7 @@ from __future__ import annotations
 from functools import partial
 
 from moa_jax.config import MoaConfig, Objective, TargetConfig
-from moa_jax.drafters.api import Drafter, Taps
+from moa_jax.drafters.api import Drafter, TapSpec
 from moa_jax.drafters.grow import by_level
 from moa_jax.drafters.moa import decode, files, train
 from moa_jax.drafters.moa.blocks import Moa, block_configs
@@ -35,15 +35,15 @@ def make(cfg: MoaConfig, target_cfg: TargetConfig, objective: Objective | None =
     moa = Moa(cfg, target_cfg, block_configs(cfg, target_cfg))
     propose, go_on = by_level(partial(decode.step, moa))
     return Drafter(
-        taps=Taps(True, (layers - reused,) if reused else (), cfg.hidden_in_memory),
-        borrow=moa.borrow,
+        taps=TapSpec(True, (layers - reused,) if reused else (), cfg.hidden_in_memory),
+        shared_params=moa.shared_params,
         init=moa.init,
         init_cache=partial(decode.init_cache, moa),
         extend=partial(decode.extend, moa),
         propose=propose,
-        digest=partial(decode.digest, moa),
-        digest_only=("layer_self_attention", "ekv2e", "hidden2e"),
-        go_on=go_on,
+        condense=partial(decode.condense, moa),
+        condense_only=("layer_self_attention", "ekv2e", "hidden2e"),
+        draft_one=go_on,
         loss=train.make_loss(moa, objective or Objective()),
         teacher_forced=partial(train.teacher_forced, moa),
     )

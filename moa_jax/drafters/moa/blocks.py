@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from moa_jax.config import BlockConfig, MoaConfig, TargetConfig
-from moa_jax.drafters.api import Params, Shared, Tapped
+from moa_jax.drafters.api import Params, Shared, TargetActivations
 from moa_jax.errors import InputError
 from moa_jax.model import chunks, masks
 from moa_jax.model.cache import KV
@@ -96,7 +96,7 @@ class Moa:
     target_cfg: TargetConfig
     blocks: Blocks
 
-    def borrow(self, params: Params) -> Shared:
+    def shared_params(self, params: Params) -> Shared:
         """The target's embedding, head, final norm and last N layers."""
         reused = self.cfg.target_layer_inference
         shared = {k: v for k, v in params.items() if k != "layers"}
@@ -112,7 +112,7 @@ class Moa:
         width = jnp.zeros((1, 1, self.target_cfg.memory_width))
         position = jnp.zeros((1, 1), jnp.int32)
         sa, ca, lsa = self.blocks
-        mask = masks.line(1)
+        mask = masks.causal_tree(1)
         drawn = {
             "cross_attention": CrossBlock(ca).init(
                 ca_key, x, x, rotation(ca, position), mask, method=CrossBlock.both
@@ -136,7 +136,7 @@ class Moa:
     def _hidden2e(self) -> nn.Module:
         return Linear((self.target_cfg.block.hidden_size,))
 
-    def memory(self, params: Params, tapped: Tapped, chunk: int = 0) -> Array:
+    def memory(self, params: Params, tapped: TargetActivations, chunk: int = 0) -> Array:
         """One vector (B, T, D) per token, from the token's keys and values in all layers.
 
         Tokens do not see each other, so `chunk` tokens can be computed at a time; 0 is all.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moa_jax.drafters.api import Params, Shared, Tapped
+from moa_jax.drafters.api import Params, Shared, TargetActivations
 from moa_jax.drafters.grow import Nodes
 from moa_jax.drafters.moa.blocks import Moa
 from moa_jax.model import cache as kv_cache
@@ -54,7 +54,7 @@ def init_cache(moa: Moa, batch: int, rows: int, dtype: jnp.dtype) -> MoaCache:
     )
 
 
-def digest(moa: Moa, params: Params, length_B: Array, tapped: Tapped) -> MoaDigest:
+def condense(moa: Moa, params: Params, length_B: Array, tapped: TargetActivations) -> MoaDigest:
     """CA's keys and values of the tokens' memory, and rows of the target's last N layers."""
     _, ca, _ = moa.blocks
     memory_BTD = moa.memory(params, tapped)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from moa_jax.config import ChunkConfig, MaskConfig, Objective
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import learning, losses
-from moa_jax.drafters.api import DrafterLoss, Params, Shared, Tapped
+from moa_jax.drafters.api import DrafterLoss, Params, Shared, TargetActivations
 from moa_jax.drafters.moa.blocks import Moa
 from moa_jax.model import llama, masks, sharding
 from moa_jax.model.layers import Block, CrossBlock, rotation
@@ -46,8 +46,8 @@ class MoaTrace(NamedTuple):
     """Every stage of the training forward, for the loss and for parity tests."""
 
     memory_BTD: Array
-    sa_seen: masks.Intervals
-    ca_seen: masks.Intervals
+    sa_seen: masks.IntervalMask
+    ca_seen: masks.IntervalMask
     sa_BTD: Array  # the embeddings if the drafter has no SA
     ca_BTD: Array
     entry_BTD: Array | None  # N > 0: input of the reused layers
@@ -81,7 +81,7 @@ def trace(
     params: Params,
     shared: Shared,
     batch: Batch,
-    tapped: Tapped,
+    tapped: TargetActivations,
     draws: Draws,
     *,
     memory_BTD: Array | None = None,
@@ -126,7 +126,7 @@ def trace(
     entry_BTD, feature_BTD = None, ca_BTD
     if moa.cfg.target_layer_inference:
         entry_BTD = jnp.where(draws.known_BT[..., None], tapped.streams[0], ca_BTD)
-        with sharding.ruled_by(sharding.TRAIN):  # sharded like the target's layers
+        with sharding.use_rules(sharding.TRAIN):  # sharded like the target's layers
             if objective.masks.on_policy_reuse or not bounded:
                 feature_BTD = _reuse_on_policy(moa, shared, batch, tapped, entry_BTD, start_BT)
             else:
@@ -135,7 +135,7 @@ def trace(
 
 
 def _reuse(
-    moa: Moa, shared: Shared, batch: Batch, entry_BTD: Array, causal: masks.Intervals
+    moa: Moa, shared: Shared, batch: Batch, entry_BTD: Array, causal: masks.IntervalMask
 ) -> Array:
     """TLI by the reference's rule: one causal stream, which is the target's at known tokens.
 
@@ -149,7 +149,12 @@ def _reuse(
 
 
 def _reuse_on_policy(
-    moa: Moa, shared: Shared, batch: Batch, tapped: Tapped, entry_BTD: Array, start_BT: Array
+    moa: Moa,
+    shared: Shared,
+    batch: Batch,
+    tapped: TargetActivations,
+    entry_BTD: Array,
+    start_BT: Array,
 ) -> Array:
     """TLI as in decoding: the target's own rows up to the last known token, drafts after it.
 
@@ -176,7 +181,12 @@ def make_loss(moa: Moa, objective: Objective) -> DrafterLoss:
     """The loss of `objective`: the token loss and the feature loss, unless that has faded out."""
 
     def loss(
-        params: Params, shared: Shared, batch: Batch, tapped: Tapped, key: Array, progress: Array
+        params: Params,
+        shared: Shared,
+        batch: Batch,
+        tapped: TargetActivations,
+        key: Array,
+        progress: Array,
     ) -> tuple[Array, dict[str, Array]]:
         given = (params, shared, batch, tapped)
         draws = draw(objective.masks, key, batch, progress)
@@ -195,7 +205,7 @@ def loss_of(
     passes: Sequence[MoaTrace],
     shared: Shared,
     batch: Batch,
-    tapped: Tapped,
+    tapped: TargetActivations,
     objective: Objective,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
@@ -225,7 +235,7 @@ def teacher_forced(
     params: Params,
     shared: Shared,
     batch: Batch,
-    tapped: Tapped,
+    tapped: TargetActivations,
     known_BT: Array,
     horizon: int,
 ) -> Array:
