@@ -39,19 +39,19 @@ from infer.bench.fidelity import Closeness, Fidelity, TopLogits
 from infer.bench.golden import Golden, GoldenPrompt
 from infer.bench.tables import TableColumn, percent, precision, short, table_of
 from infer.bench.thresholds import Thresholds, add_threshold_flags, faults_of, thresholds_of
-from infer.flags.auto import TREE, TREE_ELSEWHERE
-from infer.flags.pair import add_pair_flags, load_pair
-from infer.flags.prompts import add_prompt_flags, prompts_of, tokenizer_of
+from infer.cli.flags.auto import TREE, TREE_ELSEWHERE
+from infer.cli.flags.pair import add_pair_flags, load_pair
+from infer.cli.flags.prompts import add_prompt_flags, prompts_of, tokenizer_of
+from infer.cli.program import Parser, local_path, positive, progress, run
 from infer.peers import check_peer, run_peer
-from infer.program import Parser, local_path, positive, progress, run
 from moa_jax import Session
 from moa_jax.config import DraftShape
 from moa_jax.decode.exactness import Difference, compare
 from moa_jax.decode.session import DEFAULT_DEPTH
 from moa_jax.errors import InputError
-from moa_jax.files.folders import GGUF_LINK
 from moa_jax.files.json_text import to_json
-from moa_jax.files.places import check_file
+from moa_jax.files.model_folder import GGUF_LINK
+from moa_jax.files.paths import check_file
 from moa_jax.pairs import LOOKUP
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.version import __version__

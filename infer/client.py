@@ -19,27 +19,27 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from infer.documents import GrowingDocument
-from infer.flags.pair import DEFAULT_TREE, add_model_flags, load_pair
-from infer.flags.prompts import add_prompt_flags, prompts_of, tokenizer_of
-from infer.flags.sampling import add_sampling_flags, check_stop_ids, sampling_of, stopper
+from infer.cli.documents import GrowingDocument
+from infer.cli.flags.pair import DEFAULT_TREE, add_model_flags, load_pair
+from infer.cli.flags.prompts import add_prompt_flags, prompts_of, tokenizer_of
+from infer.cli.flags.sampling import add_sampling_flags, check_stop_ids, sampling_of, stopper
+from infer.cli.program import Parser, above_zero, positive, run
 from infer.http.auth import read_token
-from infer.program import Parser, above_zero, positive, run
-from infer.split.client.answering import SplitClient
-from infer.split.client.figures import figures_of, timed
-from infer.split.client.flags import add_pace_flags, add_row_flags
-from infer.split.client.state import AnswerEvent, ClientOptions, Policy
-from infer.split.link import ServerBusy, ConnectionLost, ServerAddress, check_url
+from infer.split_client.answering import SplitClient
+from infer.split_client.figures import figures_of, timed
+from infer.split_client.flags import add_pace_flags, add_row_flags
+from infer.split_client.link import ConnectionLost, ServerAddress, ServerBusy, check_url
+from infer.split_client.state import AnswerEvent, ClientOptions, Policy
 from moa_jax.config import DraftShape
+from moa_jax.decode.detokenize import GrowingText, Writer
+from moa_jax.decode.limits import CacheLimits, prompt_ids_of
 from moa_jax.decode.programs import bucket
-from moa_jax.decode.room import CacheLimits, prompt_ids_of
 from moa_jax.decode.session import row_of
-from moa_jax.decode.text import GrowingText, Writer
 from moa_jax.errors import InputError
 from moa_jax.pretrained import Target
-from moa_jax.split.half import ClientDrafter
+from moa_jax.split.client_drafter import ClientDrafter
 from moa_jax.split.pairing import pairing_of
-from moa_jax.split.wire import Welcome, sampling_fields
+from moa_jax.split.protocol import Welcome, sampling_fields
 
 MODES = ("plain", "chain", "tree", "stream")
 

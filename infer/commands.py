@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import NoReturn
 
-from infer.program import run
+from infer.cli.program import run
 
 
 class ProgramFolder:

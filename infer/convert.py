@@ -24,14 +24,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from infer.flags.pair import DEMO, MODEL, add_pair_flag, drafter_options
-from infer.program import Parser, local_path, run
-from moa_jax.decode.vocabulary import FILE, content_of, vocabulary_beside
+from infer.cli.flags.pair import DEMO, MODEL, add_pair_flag, drafter_options
+from infer.cli.program import Parser, local_path, run
+from moa_jax.decode.draft_vocabulary import FILE, content_of, vocabulary_beside
 from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
-from moa_jax.files import parts
-from moa_jax.files.folders import find_folder
-from moa_jax.files.kinds import FILE_LAYOUTS
+from moa_jax.files import client_files
+from moa_jax.files.model_folder import find_folder
+from moa_jax.files.registry import FILE_LAYOUTS
 from moa_jax.files.replace import check_replaceable
 from moa_jax.pretrained import (
     describe_target,
@@ -97,8 +97,8 @@ def cut_for_client(flags: argparse.Namespace) -> dict[str, Any]:
         "method": drafter.method,
         "bytes": {
             name: _num_bytes(flags.output / name)
-            for name in sorted(parts.PAIR)
-            if (flags.output / name / parts.FILE).is_file()
+            for name in sorted(client_files.PAIR)
+            if (flags.output / name / client_files.FILE).is_file()
         },
         "of_bytes": {
             name: _num_bytes(folder)
@@ -156,8 +156,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _check_output(flags: argparse.Namespace) -> None:
     """Raises InputError for an output that cannot be written or that is an input."""
-    models = parts.PAIR if flags.for_client else (".",)
-    check_replaceable(flags.output, parts.MARK if flags.for_client else "config.json", models)
+    models = client_files.PAIR if flags.for_client else (".",)
+    check_replaceable(
+        flags.output, client_files.MARK if flags.for_client else "config.json", models
+    )
     written = [os.path.realpath(flags.output / model) for model in models]
     for flag in ("target", "draft"):
         given = getattr(flags, flag)

@@ -39,16 +39,16 @@ from infer.bench.candidates import describe, load_candidates
 from infer.bench.drawing import save_figure
 from infer.bench.question_runner import QuestionRunner, runner_of
 from infer.bench.suites import Question
-from infer.documents import until_cut
-from infer.flags.pair import add_cache_flag, add_draft_flags, add_pair_flags
-from infer.flags.sampling import add_sampling_flags
-from infer.program import Parser, local_path, names, positive, progress, run
+from infer.cli.documents import until_cut
+from infer.cli.flags.pair import add_cache_flag, add_draft_flags, add_pair_flags
+from infer.cli.flags.sampling import add_sampling_flags
+from infer.cli.program import Parser, local_path, names, positive, progress, run
 from moa_jax.data import chat
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError
-from moa_jax.files.folders import write_whole
 from moa_jax.files.json_text import to_json
-from moa_jax.files.places import check_folder
+from moa_jax.files.model_folder import write_whole
+from moa_jax.files.paths import check_folder
 from moa_jax.version import __version__
 
 LONGEST, LONGEST_OF_SHORT = 512, 128  # tokens per turn: the paper's, and for short answers

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import jax
 
 from infer.bench.compare import bundled_questions, compare_in_turns
-from infer.documents import GrowingDocument
-from infer.flags import cluster
-from infer.flags.alike import check_same_flags
-from infer.flags.auto import fill, fill_meanwhile
-from infer.flags.pair import (
+from infer.cli.documents import GrowingDocument
+from infer.cli.flags import cluster
+from infer.cli.flags.alike import check_same_flags
+from infer.cli.flags.auto import fill, fill_meanwhile
+from infer.cli.flags.pair import (
     add_cache_flag,
     add_draft_flags,
     add_pair_flags,
@@ -33,15 +33,21 @@ from infer.flags.pair import (
     mode_of,
     open_session,
 )
-from infer.flags.prompts import BYTE_ORDER_MARK, add_prompt_flags, after, prompts_of, tokenizer_of
-from infer.flags.sampling import add_sampling_flags, check_stop_ids, sampling_of, stopper
-from infer.flags.vocabulary import source_of, vocabulary_of
-from infer.program import Parser, local_path, positive, progress, run
+from infer.cli.flags.prompts import (
+    BYTE_ORDER_MARK,
+    add_prompt_flags,
+    after,
+    prompts_of,
+    tokenizer_of,
+)
+from infer.cli.flags.sampling import add_sampling_flags, check_stop_ids, sampling_of, stopper
+from infer.cli.flags.vocabulary import source_of, vocabulary_of
+from infer.cli.program import Parser, local_path, positive, progress, run
 from moa_jax import Result, Session
 from moa_jax.config import Sampling
+from moa_jax.decode.detokenize import Writer, before_stop
 from moa_jax.decode.exactness import Difference, compare
 from moa_jax.decode.session import StopWhen, row_of, rows_of
-from moa_jax.decode.text import Writer, before_stop
 from moa_jax.errors import InputError
 from moa_jax.runtime.multihost import is_first, on_first
 

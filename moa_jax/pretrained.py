@@ -20,11 +20,12 @@ from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.drafters import DRAFTERS, needs_no_files
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError, first_line
-from moa_jax.files import copies, folders, parts, token_ids, turn_ends
+from moa_jax.files import client_files, copies, model_folder, token_ids, turn_ends
 from moa_jax.files.config_keys import contradiction
+from moa_jax.files.device_loader import Layout, ShardingOf, read_params, write_params
 from moa_jax.files.foreign import foreign_layout
 from moa_jax.files.hf_config import ARCHITECTURES, target_config_from_hf, target_config_to_hf
-from moa_jax.files.kinds import (
+from moa_jax.files.registry import (
     DrafterKind,
     FileLayout,
     Files,
@@ -33,10 +34,9 @@ from moa_jax.files.kinds import (
     mispaired,
     target_sizes,
 )
-from moa_jax.files.placement import Layout, ShardingOf, read_params, write_params
 from moa_jax.files.replace import replacing
 from moa_jax.model import convert
-from moa_jax.model.quantise import FORMATS, Format
+from moa_jax.model.quantize import FORMATS, Format
 from moa_jax.model.sharding import DECODE_AXES, for_decoding, mesh_of
 from moa_jax.runtime.devices import compute_capability
 
@@ -103,13 +103,13 @@ def stored_dtype(path_or_hub_id: str | os.PathLike[str]) -> str:
 
     Raises InputError for files without tensors and for unsupported dtypes.
     """
-    name = folders.open_tensors(folders.find_folder(path_or_hub_id)).dtype.name
+    name = model_folder.open_tensors(model_folder.find_folder(path_or_hub_id)).dtype.name
     return "float32" if name == "float64" else name
 
 
 def describe_target(path_or_hub_id: str | os.PathLike[str]) -> Target:
     """Loads a target without its weights (`params` is None); raises InputError as `load_target`."""
-    return _describe(folders.find_folder(path_or_hub_id, weights=False))
+    return _describe(model_folder.find_folder(path_or_hub_id, weights=False))
 
 
 def load_target(
@@ -126,7 +126,7 @@ def load_target(
     Each array is placed on its device as soon as its tensors are joined, so host memory holds at
     most two arrays besides those placed on the host. `dtype` defaults to `default_dtype()`;
     `layers` "list" is for decoding, "stacked" (a leading layer axis) for training; `sharding` maps
-    a leaf's path and shape to its sharding. `weights` quantises the matrices of a list of layers
+    a leaf's path and shape to its sharding. `weights` quantizes the matrices of a list of layers
     during loading. With `mesh` (`sharding.decoding_mesh`) the target decodes on all devices of the
     mesh, and each device gets its part of every array.
 
@@ -139,7 +139,7 @@ def load_target(
         raise ValueError("`weights` and `mesh` are for decoding, from a list of layers")
     if sharding is not None and mesh is not None:
         raise ValueError("`mesh` says where arrays lie; leave out `sharding`")
-    target = _describe(folders.find_folder(path_or_hub_id))
+    target = _describe(model_folder.find_folder(path_or_hub_id))
     table = convert.target_table(target.config)
     reader = _open_target(target, table)
     dtype = default_dtype() if dtype is None else dtype
@@ -183,7 +183,7 @@ def load_borrowed(
     *,
     weights: Format | None = None,
 ) -> Any:
-    """Loads only the target parameters that `borrow` reads.
+    """Loads only the target parameters that `shared_params` reads.
 
     `dtype` and `weights` are as in `load_target`. `target` may be without weights
     (`describe_target`), and its folder without other tensors (`save_for_client`). Raises InputError
@@ -208,9 +208,10 @@ class _Place:
 
 
 def _borrowed(target: Target, borrow: Callable[[Any], Any]) -> tuple[list[convert.Path], Any]:
-    """Returns the paths of the target's leaves that `borrow` reads, and its result's structure."""
+    """Returns the paths of the leaves that `shared_params` reads, and its result's structure."""
     table = convert.target_table(target.config)
-    # `borrow` runs on a tree whose leaves are their own paths, which shows the leaves it reads.
+    # `shared_params` runs on a tree whose leaves are their own paths, which shows the leaves it
+    # reads.
     places = borrow(convert.nest({path: _Place(path) for path in table}))
     leaves, structure = jax.tree.flatten(places)
     return [leaf.path for leaf in leaves], structure
@@ -238,13 +239,13 @@ def save_target(
         known = source and _special_ids(source, config.vocab_size, {})[0]
         generation = known or SpecialIds()
     stored = target_config_to_hf(config) | {"torch_dtype": np.dtype(dtype).name}
-    stale = [parts.FILE, *(folders.TOKENIZER_FILES if source else ())]
+    stale = [client_files.FILE, *(model_folder.TOKENIZER_FILES if source else ())]
     with replacing(folder, stale=stale) as fresh:
-        folders.write_json(fresh / "config.json", stored | _generation_to_hf(generation))
-        folders.write_json(fresh / "generation_config.json", _generation_to_hf(generation))
+        model_folder.write_json(fresh / "config.json", stored | _generation_to_hf(generation))
+        model_folder.write_json(fresh / "generation_config.json", _generation_to_hf(generation))
         write_params(fresh, convert.target_table(config), params, dtype)
         if source:
-            folders.copy_tokenizer(source, fresh)
+            model_folder.copy_tokenizer(source, fresh)
     return folder
 
 
@@ -263,9 +264,9 @@ def load_drafter(
 
     `method` overrides the kind found in the files; `target_layer_inference` is the N of MoA for
     files that do not state N. `dtype` defaults to the target's dtype, or to `default_dtype()` for a
-    target without weights; `weights` is as in `load_target`. `for_client` skips the parameters
-    that only the target's side reads (`Drafter.digest_only`). `mesh` defaults to the target's mesh,
-    if any. A kind without files, such as `lookup`, is given by its name instead of a folder.
+    target without weights; `weights` is as in `load_target`. `for_client` skips the parameters that
+    only the target's side reads (`Drafter.condense_only`). `mesh` defaults to the target's mesh, if
+    any. A kind without files, such as `lookup`, is given by its name instead of a folder.
 
     Raises InputError for a missing or damaged drafter, for weights that are not finite, and for a
     drafter of another target.
@@ -274,10 +275,12 @@ def load_drafter(
     name = os.fspath(path_or_hub_id)
     if needs_no_files(name) and not Path(name).is_dir():
         return LoadedDrafter(name, DRAFTERS[name].without_files, {}, (), Path(name), None)
-    folder = folders.find_folder(path_or_hub_id)
-    config = folders.read_json(folder / "config.json")
+    folder = model_folder.find_folder(path_or_hub_id)
+    config = model_folder.read_json(folder / "config.json")
     reader = _open(folder)
-    shapes = reader.shapes | {name: line.shape for name, line in parts.left_out(folder).items()}
+    shapes = reader.shapes | {
+        name: line.shape for name, line in client_files.left_out(folder).items()
+    }
     with _reading(folder / "config.json"):
         method = _method_of(method, config, set(shapes), folder)
         _check_verifier(config, target)
@@ -301,8 +304,8 @@ def load_drafter(
 
 
 def _clients_table(method: str, cfg: Any, target: Target) -> convert.Table:
-    """Returns the tensors of a drafter that a client reads: all except those only for `digest`."""
-    elsewhere = DRAFTERS[method].make(cfg, target.config).digest_only
+    """Returns the tensors of a drafter that a client reads: all but those only for `condense`."""
+    elsewhere = DRAFTERS[method].make(cfg, target.config).condense_only
     table = DRAFTERS[method].table(cfg, target.config)
     return {path: packing for path, packing in table.items() if path[0] not in elsewhere}
 
@@ -346,9 +349,9 @@ def save_drafter(
         config.setdefault("draft_vocab_size", target.config.vocab_size)
     if layout == "ours":
         config |= {"method": method, "target": _fingerprint(target)}
-    stale = [parts.FILE, *(beside or {})]
+    stale = [client_files.FILE, *(beside or {})]
     with replacing(folder, stale=stale) as fresh:
-        folders.write_json(fresh / "config.json", config)
+        model_folder.write_json(fresh / "config.json", config)
         constants = kind.constants(cfg, target.config)
         write_params(fresh, kind.table(cfg, target.config), params, dtype, constants)
         for name, content in (beside or {}).items():
@@ -367,7 +370,7 @@ def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: Loa
     """
     folder, kind = Path(folder), DRAFTERS[drafter.method]
     table = convert.target_table(target.config)
-    if (target.folder / folders.GGUF_INDEX).is_file():
+    if (target.folder / model_folder.GGUF_INDEX).is_file():
         raise InputError(
             f"{target.folder.name}: a client's part is made of safetensors; write the GGUF file as "
             "a folder with infer.convert --target FILE.gguf --output DIR first"
@@ -375,27 +378,27 @@ def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: Loa
     places, _ = _borrowed(target, functions_of(drafter, target.config).shared_params)
     used = {path: table[path] for path in places}
     _open_target(target, used)
-    with replacing(folder, parts.MARK, parts.PAIR, parts.STALE) as fresh:
-        parts.copy(target.folder, fresh / "target", list(convert.stored_shapes(used)))
+    with replacing(folder, client_files.MARK, client_files.PAIR, client_files.STALE) as fresh:
+        client_files.copy(target.folder, fresh / "target", list(convert.stored_shapes(used)))
         if not drafter.folder.is_dir():
             return folder
-        held = folders.open_tensors(drafter.folder).shapes
+        held = model_folder.open_tensors(drafter.folder).shapes
         constants = kind.constants(drafter.config, target.config)
         names = convert.stored_shapes(_clients_table(drafter.method, drafter.config, target))
         constants = [name for name in constants if name in held]
-        parts.copy(drafter.folder, fresh / "draft", [*names, *constants])
+        client_files.copy(drafter.folder, fresh / "draft", [*names, *constants])
     return folder
 
 
 def _check(
-    reader: folders.TensorReader,
+    reader: model_folder.TensorReader,
     folder: Path,
     table: convert.Table,
     used: convert.Table,
     extras: Iterable[str],
 ) -> None:
     """Raises InputError unless a folder has the tensors of `table`; unused ones may be absent."""
-    rest = parts.left_out(folder)
+    rest = client_files.left_out(folder)
     if absent := [name for name in convert.stored_shapes(used) if name in rest]:
         raise InputError(
             f"{folder} holds only a client's part of a model, without {absent[0]} and "
@@ -406,19 +409,19 @@ def _check(
     reader.check({name: shape for name, shape in expected.items() if name not in rest}, extras)
 
 
-def _open(folder: Path) -> folders.TensorReader:
+def _open(folder: Path) -> model_folder.TensorReader:
     """Opens the tensors of a model.
 
     Raises InputError for files that contradict each other, and for known unsupported layouts.
     """
     copies.check_files(folder)
-    reader = folders.open_tensors(folder)
+    reader = model_folder.open_tensors(folder)
     if (foreign := foreign_layout(reader.shapes)) is not None:
         raise InputError(f"{folder}: {foreign}")
     return reader
 
 
-def _open_target(target: Target, used: convert.Table) -> folders.TensorReader:
+def _open_target(target: Target, used: convert.Table) -> model_folder.TensorReader:
     """Opens and checks the tensors of a target's folder; the tensors of `used` must be present.
 
     Raises InputError for missing and unexpected tensors, and for second copies that differ.
@@ -429,7 +432,7 @@ def _open_target(target: Target, used: convert.Table) -> folders.TensorReader:
     _check(reader, target.folder, convert.target_table(cfg), used, extras)
     with _reading(target.folder / "config.json"):
         copies.check_rotary(reader.shapes, reader.read, cfg.block)
-    stated = folders.read_json(target.folder / "config.json").get("tie_word_embeddings")
+    stated = model_folder.read_json(target.folder / "config.json").get("tie_word_embeddings")
     if stated and not cfg.tie_word_embeddings:
         logging.getLogger(__name__).warning(
             "%s: %s differs from %s, and both are used although config.json has "
@@ -439,13 +442,13 @@ def _open_target(target: Target, used: convert.Table) -> folders.TensorReader:
     return reader
 
 
-def _check_copies(kind: DrafterKind, reader: folders.TensorReader, target: Target) -> None:
+def _check_copies(kind: DrafterKind, reader: model_folder.TensorReader, target: Target) -> None:
     """Raises InputError if a drafter's copy of a target's tensor differs from the target's."""
     if not any(name in reader.shapes for name in kind.copies):
         return
-    if not folders.has_tensors(target.folder):
+    if not model_folder.has_tensors(target.folder):
         return
-    of_target = folders.open_tensors(target.folder)
+    of_target = model_folder.open_tensors(target.folder)
     for name, original in copies.differing(reader, of_target, kind.copies):
         raise InputError(
             f"{reader.file_of[name]}: {name} differs from the target's {original} in "
@@ -461,11 +464,11 @@ def _describe(folder: Path) -> Target:
             "jax.config.update('jax_enable_x64', False)"
         )
     path = folder / "config.json"
-    config = folders.read_json(path)
+    config = model_folder.read_json(path)
     with _reading(path):
         cfg = target_config_from_hf(config, str(path))
-    if cfg.tie_word_embeddings and folders.has_tensors(folder):
-        reader = folders.open_tensors(folder)
+    if cfg.tie_word_embeddings and model_folder.has_tensors(folder):
+        reader = model_folder.open_tensors(folder)
         cfg = copies.with_own_head(cfg, reader.shapes, reader.read)
     return Target(cfg, None, folder, *_special_ids(folder, cfg.vocab_size, config))
 
@@ -493,7 +496,10 @@ def _special_ids(
     names the end ids that are outside the vocabulary.
     """
     own, named = folder / "generation_config.json", turn_ends.read_ends(folder)
-    sources = {own: folders.read_json(own) if own.is_file() else {}, folder / "config.json": config}
+    sources = {
+        own: model_folder.read_json(own) if own.is_file() else {},
+        folder / "config.json": config,
+    }
     ends = {path: _ids_of(path, source, "eos_token_id") for path, source in sources.items()}
     of_tokenizer = [each for each in (named.eos_id, named.turn_id) if each is not None]
     is_known = range(vocab_size).__contains__
@@ -599,7 +605,7 @@ def _speculators_config(method: str, target: Target, depth: int) -> dict[str, An
         "proposal_methods": [greedy | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
         "default_proposal_method": "greedy",
         "verifier": {
-            "name_or_path": folders.public_name(target.folder),
+            "name_or_path": model_folder.public_name(target.folder),
             "architectures": target_config_to_hf(target.config)["architectures"],
         },
     }

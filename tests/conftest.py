@@ -40,7 +40,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 import jax  # noqa: E402
 
 from infer.info import data_folder, golden_folder  # noqa: E402
-from moa_jax.decode.mappings import num_mappings  # noqa: E402
+from moa_jax.decode.background import num_mappings  # noqa: E402
 from moa_jax.decode.programs import Programs  # noqa: E402
 from moa_jax.errors import InputError  # noqa: E402
 from moa_jax.pairs import locate  # noqa: E402
@@ -109,7 +109,7 @@ def pytest_collection_finish() -> None:
 
 # ---- programs of a worker -----------------------------------------------------------------
 
-MOST_MAPPINGS = 30_000  # of memory; moa_jax/decode/mappings.py says why
+MOST_MAPPINGS = 30_000  # of memory; moa_jax/decode/background.py says why
 COMPILES_BETWEEN_LOOKS = 20
 _programs: WeakSet[Programs] = WeakSet()
 _num_compiles = 0

@@ -18,7 +18,7 @@ from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Objective, Sampling
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS
-from moa_jax.drafters.api import Drafter, CandidateSampler
+from moa_jax.drafters.api import CandidateSampler, Drafter
 from moa_jax.model import convert
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.training.distillation import tap
@@ -182,7 +182,8 @@ def _alone(functions, params, shared, cache, root_B, length_B, count: int):
     """Logits (B, count, U) of a chain that the drafter goes on with by itself."""
     token_B, known_B, found = root_B, jnp.asarray(length_B), []
     for index in range(count):
-        logits_BU, cache = functions.go_on(params, shared, cache, token_B, known_B + index, known_B)
+        place_B = known_B + index
+        logits_BU, cache = functions.draft_one(params, shared, cache, token_B, place_B, known_B)
         found.append(logits_BU)
         token_B = jnp.argmax(logits_BU, axis=-1)  # in `propose` too, ids of a draft vocabulary
     return jnp.stack(found, axis=1)

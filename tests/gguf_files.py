@@ -9,8 +9,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-from moa_jax.files.folders import TensorReader, open_tensors, read_json
 from moa_jax.files.hf_config import target_config_from_hf
+from moa_jax.files.model_folder import TensorReader, open_tensors, read_json
 from moa_jax.model.layers import inverse_frequencies
 
 Q = gguf.GGMLQuantizationType
@@ -19,12 +19,12 @@ Q = gguf.GGMLQuantizationType
 def write_gguf(
     path: Path,
     folder: Path,
-    quantise: Mapping[str, Q] | Q = Q.F32,
+    quantize: Mapping[str, Q] | Q = Q.F32,
     *,
     leave_out: str | None = None,
     **keys: Any,
 ) -> Path:
-    """Write a target as a GGUF file; `quantise` is for matrices, all or by the ends of their names.
+    """Write a target as a GGUF file; `quantize` is for matrices, all or by the ends of their names.
 
     `keys` replace metadata, None leaves a key out; dots are written as two underscores. The tensor
     `leave_out`, by its name in the GGUF, is not written.
@@ -37,9 +37,9 @@ def write_gguf(
         if value is not None:
             _add(writer, key, value)
     for name, values in _tensors(config, reader):
-        kind = Q.F32 if values.ndim == 1 else quantise
+        kind = Q.F32 if values.ndim == 1 else quantize
         if not isinstance(kind, Q):
-            kind = next((each for end, each in quantise.items() if name.endswith(end)), Q.F32)
+            kind = next((each for end, each in quantize.items() if name.endswith(end)), Q.F32)
         if name != leave_out:
             writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()

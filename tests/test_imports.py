@@ -25,20 +25,25 @@ DRAFTERS = MODEL | {"files", "data", "drafters", "drafters.api"}
 LOADER = DRAFTERS | {"pretrained"}
 DECODE = LOADER - {"drafters", "data"} | {"drafters.api", "decode"}  # never a drafter by name
 LIBRARY = LOADER | DECODE | {"pairs", "training", "split", "measure", "moa_jax", "version"}
-PAIR = {"infer.flags.pair", "infer.flags.auto", "infer.flags.vocabulary"}
+PAIR = {"infer.cli.flags.pair", "infer.cli.flags.auto", "infer.cli.flags.vocabulary"}
 SHARED = PAIR | {
-    "infer.program",
-    "infer.streams",
-    "infer.compile_cache",
-    "infer.flags.config_file",
-    "infer.flags.cluster",
-    "infer.flags.mesh",
-    "infer.flags.sampling",
+    "infer.cli.program",
+    "infer.cli.streams",
+    "infer.cli.compile_cache",
+    "infer.cli.flags.config_file",
+    "infer.cli.flags.cluster",
+    "infer.cli.flags.mesh",
+    "infer.cli.flags.sampling",
+    "infer.cli.flags",
+    "infer.cli.documents",
+    "infer.server_process",
     "infer.http.auth",
 }
+SERVER = {"errors", "version", "config", "decode", "infer.http", "infer.http.auth"}
+SERVERS = {"infer.http", "infer.openai", "infer.split_server", "infer.split_client"}
 # What shows figures, also those of training; all else in infer/bench is for programs of infer.
 SHOWN = {"infer.bench.tables", "infer.bench.drawing", "infer.bench.statistics"}
-BENCH = LIBRARY - {"training"} | SHARED | SHOWN | {"configs", "infer"}
+BENCH = LIBRARY - {"training"} | SHARED | SERVERS | SHOWN | {"configs", "infer"}
 
 TABLE: dict[str, set[str]] = {
     "errors": set(),
@@ -58,39 +63,52 @@ TABLE: dict[str, set[str]] = {
     "measure": DECODE,
     "moa_jax": LOADER | {"decode", "pairs", "version"},
     "configs": {"config"},
-    "infer.compile_cache": {"config", "files"},
-    "infer.program": {"errors", "config", "version", "infer.compile_cache", "infer.streams"},
-    "infer.streams": set(),
-    "infer.flags.config_file": {"errors"},
-    "infer.flags.cluster": {
+    "infer.cli.compile_cache": {"config", "files"},
+    "infer.cli.program": {
+        "errors",
+        "config",
+        "version",
+        "infer.cli.compile_cache",
+        "infer.cli.streams",
+    },
+    "infer.cli.streams": set(),
+    "infer.cli.flags.config_file": {"errors"},
+    "infer.cli.flags.cluster": {
         "errors",
         "version",
         "files",
         "runtime",
-        "infer.program",
-        "infer.streams",
+        "infer.cli.program",
+        "infer.cli.streams",
     },
-    "infer.flags.mesh": {"errors", "model", "infer.program"},
-    "infer.flags.sampling": DECODE | {"infer.program"},
-    "infer.flags.auto": DECODE | {"measure"},
-    "infer.flags.vocabulary": DECODE | {"infer.flags.auto"},
-    "infer.flags.pair": LIBRARY - {"training", "split"}
+    "infer.cli.flags.mesh": {"errors", "model", "infer.cli.program"},
+    "infer.cli.flags.sampling": DECODE | {"infer.cli.program"},
+    "infer.cli.flags.auto": DECODE | {"measure"},
+    "infer.cli.flags.vocabulary": DECODE | {"infer.cli.flags.auto"},
+    "infer.cli.flags.pair": LIBRARY - {"training", "split"}
     | PAIR
-    | {"infer.program", "infer.flags.mesh"},
+    | {"infer.cli.program", "infer.cli.flags.mesh"},
+    "infer.cli.flags": LIBRARY - {"training", "split"} | PAIR | SHARED,
+    "infer.cli.documents": {"errors", "files", "infer.cli.program", "infer.server_process"},
+    "infer.server_process": {"errors"},
     "infer.http.auth": {"errors"},
-    "infer": LIBRARY - {"training"} | SHARED | {"configs"},
+    "infer.http": {"errors", "files", "infer.cli.program", "infer.cli.streams"},
+    "infer.openai": SERVER | {"data"},
+    "infer.split_server": SERVER | {"split"},
+    "infer.split_client": {"errors", "version", "config", "split", "infer.cli.program"},
+    "infer": LIBRARY - {"training"} | SHARED | SERVERS | {"configs"},
     "infer.bench.tables": set(),
     "infer.bench.drawing": {"errors", "files"},
     "infer.bench.statistics": DECODE,
     "infer.bench": BENCH,
-    "infer.split.network": {"infer.program", "infer.bench"},
+    "infer.split.network": {"infer.cli.program", "infer.bench"},
     "infer.generate": BENCH | {"infer.bench"},
     "infer.evaluate": BENCH | {"infer.bench"},
     "infer.check": BENCH | {"infer.bench"},
     "infer.bench.plan": DECODE | {"training"},
     "infer.plan": BENCH | {"infer.bench", "infer.bench.plan"},
     "train": LIBRARY - {"split"} | SHARED | SHOWN | {"infer.bench.plan", "configs"},
-    "infer.peers.unpickle": {"infer.program", "errors", "files"},
+    "infer.peers.unpickle": {"infer.cli.program", "errors", "files"},
     "infer.peers.transformers_generate": set(),
     "infer.peers.transformers_logits": set(),
 }
@@ -164,7 +182,7 @@ def test_rooms_import_each_other_one_way():
 
 
 def test_nothing_imports_a_program_of_infer():
-    """What programs share is a library: infer/program.py, infer/flags, infer/split, moa_jax."""
+    """What programs share is a library: infer/cli, infer/http, infer/openai, moa_jax."""
     files = [(path, path.read_text(encoding="utf-8")) for path in (ROOT / "infer").glob("*.py")]
     programs = {f"infer.{path.stem}" for path, source in files if "\ndef main(" in source}
     found = [
@@ -181,26 +199,28 @@ def one_fault(path: str, source: str) -> bool:
 
 
 def test_faults_are_found():
-    assert one_fault("moa_jax/model/masks.py", "from moa_jax.files.folders import read")
+    assert one_fault("moa_jax/model/masks.py", "from moa_jax.files.model_folder import read")
     assert one_fault("moa_jax/model/masks.py", "from moa_jax import drafters")
     assert one_fault("moa_jax/model/masks.py", "def f():\n    import moa_jax.decode.verify")
     assert one_fault("moa_jax/config/__init__.py", "from .. import model")
     assert one_fault("moa_jax/decode/verify.py", "from ..drafters.moa import make")
     assert one_fault("moa_jax/decode/verify.py", "from moa_jax.drafters import DRAFTERS")
     assert one_fault("moa_jax/drafters/api.py", "from moa_jax.drafters import moa")
-    assert one_fault("moa_jax/split/slots.py", "from moa_jax.drafters import moa")
-    assert one_fault("moa_jax/split/slots.py", "from infer.bench import tables")
-    assert one_fault("moa_jax/decode/session.py", "from moa_jax.split.slots import Slots")
+    assert one_fault("moa_jax/split/server_target.py", "from moa_jax.drafters import moa")
+    assert one_fault("moa_jax/split/server_target.py", "from infer.bench import tables")
+    assert one_fault("moa_jax/decode/session.py", "from moa_jax.split.server_target import Slots")
     assert one_fault("moa_jax/data/chat.py", "from moa_jax.model.llama import forward")
     assert one_fault("moa_jax/pretrained.py", "from moa_jax import generate")
     assert one_fault("moa_jax/pretrained.py", "from train.run.settings import load_config")
     assert one_fault("moa_jax/model/convert.py", "import torch.nn")
     assert one_fault("train/distill.py", "from infer.generate import main")
     assert one_fault("infer/generate.py", "from moa_jax.training import checkpoint")
-    assert one_fault("infer/flags/config_file.py", "from moa_jax.config import DistillConfig")
+    assert one_fault("infer/cli/flags/config_file.py", "from moa_jax.config import DistillConfig")
     assert one_fault("infer/bench/decode.py", "from infer.peers import transformers_generate")
     assert one_fault("infer/bench/decode.py", "import torch")
-    assert one_fault("infer/split/link.py", "from infer.bench.network import Proxy")
+    assert one_fault("infer/split_client/link.py", "from infer.bench.network import Proxy")
+    assert one_fault("infer/openai/app.py", "from infer.split_server.app import SplitServer")
+    assert one_fault("infer/http/run.py", "from infer.openai.app import OpenAIServer")
     assert one_fault("infer/peers/transformers_generate.py", "import tensorflow")
     assert one_fault("infer/peers/transformers_generate.py", "from moa_jax import Session")
     assert one_fault("configs/tiny.py", "from moa_jax.training.optim import optimizer")
@@ -213,8 +233,8 @@ def test_what_the_table_allows_is_no_fault():
         ("moa_jax/decode/step.py", "from moa_jax.drafters import api\nimport numpy as np"),
         ("moa_jax/drafters/__init__.py", "from . import moa\nfrom moa_jax.drafters.api import X"),
         ("moa_jax/__init__.py", "from .pretrained import load_target"),
-        ("train/distill.py", "from infer.program import run\nfrom moa_jax import generate"),
-        ("train/run/settings.py", "from infer.flags.config_file import read_config"),
+        ("train/distill.py", "from infer.cli.program import run\nfrom moa_jax import generate"),
+        ("train/run/settings.py", "from infer.cli.flags.config_file import read_config"),
         ("configs/tiny.py", "from moa_jax.config import RunConfig\nimport tensorflow_datasets"),
         ("infer/peers/transformers_generate.py", "import torch\nimport transformers"),
     ]

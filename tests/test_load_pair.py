@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from infer import generate
-from infer.flags.pair import DEMO
+from infer.cli.flags.pair import DEMO
 from moa_jax import load_pair, pairs
 from moa_jax.pairs import PairSource, Wheel
 from tests.gguf_files import write_gguf

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from infer.bench.tables import number, table_of
-from infer.program import positive, run
+from infer.cli.program import positive, run
 from moa_jax.config import DistillConfig, MeshConfig, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.files.json_text import to_json

@@ -18,14 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from infer.flags import cluster
-from infer.program import progress, run
+from infer.cli.flags import cluster
+from infer.cli.program import progress, run
 from moa_jax.config import DistillConfig, EagleConfig
 from moa_jax.data import batches
 from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.data.shards import tokenizer_hash
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.decode.vocabulary import (
+from moa_jax.decode.draft_vocabulary import (
     FILE,
     DraftVocabulary,
     check_size,
@@ -34,8 +34,8 @@ from moa_jax.decode.vocabulary import (
 )
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
-from moa_jax.files.folders import find_folder
-from moa_jax.files.parts import model_hash
+from moa_jax.files.client_files import model_hash
+from moa_jax.files.model_folder import find_folder
 from moa_jax.files.replace import check_replaceable
 from moa_jax.model import sharding
 from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
@@ -49,7 +49,7 @@ from moa_jax.training.update import Params, TrainState
 from moa_jax.version import __version__
 from train.run import target_cache
 from train.run.decoding import make_decode, prompts_to_decode
-from train.run.frequent import frequent_in
+from train.run.draft_vocabulary import frequent_in
 from train.run.loop import Figures, TrainJob, check, fit
 from train.run.settings import config_parser, parse_config
 from train.run.target_cache import CacheFlags, ReadParts, build_cache, open_cache

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import jax
 
-from infer.program import local_path, progress, run
+from infer.cli.program import local_path, progress, run
 from moa_jax.config import DistillConfig, MeshConfig
 from moa_jax.data import batches
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.decode.vocabulary import DraftVocabulary
+from moa_jax.decode.draft_vocabulary import DraftVocabulary
 from moa_jax.errors import InputError
-from moa_jax.files.places import is_stored, place
+from moa_jax.files.paths import is_stored, place
 from moa_jax.files.replace import check_replaceable
 from moa_jax.model import sharding
 from moa_jax.pretrained import Target, describe_target
@@ -29,7 +29,7 @@ from moa_jax.training.checkpoint import read_state, steps_of
 from moa_jax.training.distillation import make_train_step
 from moa_jax.training.metrics import read_records
 from train.distill import save, with_vocabulary
-from train.run.frequent import frequent_in
+from train.run.draft_vocabulary import frequent_in
 from train.run.loop import check_output
 from train.run.settings import config_parser, parse_config
 

@@ -27,11 +27,11 @@ from typing import Any
 
 import jax
 
-from infer.flags.config_file import read_config
-from infer.program import Parser, names, run
+from infer.cli.flags.config_file import read_config
+from infer.cli.program import Parser, names, run
 from moa_jax.config import GridConfig, TargetConfig
 from moa_jax.errors import InputError, first_line
-from moa_jax.files.folders import read_json, write_json, write_whole
+from moa_jax.files.model_folder import read_json, write_json, write_whole
 from moa_jax.pretrained import Target, describe_target
 from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.metrics import read_records

@@ -26,8 +26,8 @@ from infer.bench.plan.child import CompilerCrash
 from infer.bench.plan.machines import GIB, Machine, check_compiler, machine
 from infer.bench.plan.training import Plan
 from infer.bench.tables import columns, gib
-from infer.flags.config_file import SHAPES, presets_of
-from infer.program import run
+from infer.cli.flags.config_file import SHAPES, presets_of
+from infer.cli.program import run
 from moa_jax.config import ChunkConfig, DistillConfig, TargetConfig
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infer.bench.drawing import check_plots, save_figure
-from infer.program import Parser, local_path, run
+from infer.cli.program import Parser, local_path, run
 from moa_jax.errors import InputError
-from moa_jax.files.places import place
+from moa_jax.files.paths import place
 from moa_jax.training.metrics import Record, read_records
 
 Points = list[tuple[int, float]]

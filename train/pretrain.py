@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from infer.program import progress, run
+from infer.cli.program import progress, run
 from moa_jax.config import PretrainConfig
-from moa_jax.data import batches, corpora
+from moa_jax.data import batches
+from moa_jax.data import sources as sources_lib
 from moa_jax.data.batch import Batch
 from moa_jax.data.records import messages_of, plain_text_of
 from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
@@ -83,9 +84,9 @@ def _evaluation(config: PretrainConfig, validation: batches.Batches) -> Any:
 
 def _tokenizer(config: PretrainConfig) -> Any:
     if not Path(config.tokenizer).exists():
-        found = (record for path in config.data.train for _, record in corpora.read_all(path))
+        found = (record for path in config.data.train for _, record in sources_lib.read_all(path))
         sources = config.data.sources
-        records = (r for r in found if isinstance(r, dict) and corpora.is_from(r, sources))
+        records = (r for r in found if isinstance(r, dict) and sources_lib.is_from(r, sources))
         texts = (text for record in records for text in _texts(record))
         train_tokenizer(texts, config.target.vocab_size, Path(config.tokenizer))
     return load_tokenizer(config.tokenizer)

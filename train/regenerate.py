@@ -36,9 +36,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from infer.flags.auto import costs_of
-from infer.flags.mesh import add_mesh_flag
-from infer.flags.pair import (
+from infer.cli.flags.auto import costs_of
+from infer.cli.flags.mesh import add_mesh_flag
+from infer.cli.flags.pair import (
     BUNDLED,
     MODEL,
     add_pair_flag,
@@ -47,20 +47,20 @@ from infer.flags.pair import (
     open_target,
     target_options,
 )
-from infer.flags.sampling import add_law_flags, seed
-from infer.flags.vocabulary import default_of
+from infer.cli.flags.sampling import add_law_flags, seed
+from infer.cli.flags.vocabulary import default_of
+from infer.cli.program import Parser, above_zero, local_path, names, positive, progress, run
 from infer.http.auth import read_keys
-from infer.program import Parser, above_zero, local_path, names, positive, progress, run
 from moa_jax.config import Sampling
-from moa_jax.data import corpora
+from moa_jax.data import sources
 from moa_jax.data.records import unread_keys
 from moa_jax.data.report import RecordTally, unread_lines
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.auto import PLAIN
 from moa_jax.decode.engine import Engine
-from moa_jax.decode.room import CacheLimits
+from moa_jax.decode.limits import CacheLimits
 from moa_jax.errors import InputError
-from moa_jax.files.places import check_folder, check_links
+from moa_jax.files.paths import check_folder, check_links
 from moa_jax.pretrained import Target, default_dtype, describe_target
 from train.run.answers import Answers, LocalAnswers
 from train.run.completions import AnswerFields
@@ -154,7 +154,7 @@ def _settings(args: argparse.Namespace, answers: Answers) -> dict[str, Any]:
 
 def _records(args: argparse.Namespace) -> Iterator[tuple[int, Found]]:
     """(number, record) pairs of this shard; numbers count all of the first `--limit` records."""
-    records = corpora.read_some(args.prompts, names(args.sources))
+    records = sources.read_some(args.prompts, names(args.sources))
     first, step = args.shard or (0, 1)
     return itertools.islice(enumerate(itertools.islice(records, args.limit)), first, None, step)
 

@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from infer.flags.pair import MODEL
-from infer.program import Parser, Progress, local_path, names, positive, progress, run
-from moa_jax.data import chat, corpora
+from infer.cli.flags.pair import MODEL
+from infer.cli.program import Parser, Progress, local_path, names, positive, progress, run
+from moa_jax.data import chat, sources
 from moa_jax.data.report import RecordTally
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.decode.vocabulary import (
+from moa_jax.decode.draft_vocabulary import (
     FILE,
     check_size,
     count_tokens,
@@ -37,7 +37,7 @@ from moa_jax.decode.vocabulary import (
     vocabulary_of,
 )
 from moa_jax.errors import InputError
-from moa_jax.files.places import check_file, check_folder
+from moa_jax.files.paths import check_file, check_folder
 from moa_jax.pretrained import Target, describe_target, functions_of, load_drafter
 
 
@@ -50,7 +50,7 @@ def make_vocabulary(args: argparse.Namespace) -> None:
     vocab_size, ends = target.config.vocab_size, target.generation.eos_ids
     check_size(args.size, vocab_size, ends)
     tokenizer = load_tokenizer(target.folder)
-    found = itertools.islice(corpora.read_some(args.corpus, names(args.sources)), args.limit)
+    found = itertools.islice(sources.read_some(args.corpus, names(args.sources)), args.limit)
     tally = RecordTally()
     with progress(args.limit, "conversations") as bar:
         answers = tally.each(found, lambda record: _answer(tokenizer, record, vocab_size, bar))

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.flags.pair import (
+from infer.cli.flags.pair import (
     BUNDLED,
     DEMO,
     EXPLICIT,
@@ -19,11 +19,11 @@ from infer.flags.pair import (
     open_drafter,
     open_session,
 )
-from infer.flags.vocabulary import vocabulary_of
-from infer.program import names
+from infer.cli.flags.vocabulary import vocabulary_of
+from infer.cli.program import names
 from moa_jax import Session
 from moa_jax.errors import InputError
-from moa_jax.files import folders
+from moa_jax.files import model_folder
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
 PLAIN = "plain"  # the baseline
@@ -100,9 +100,12 @@ def describe(
     """Models and settings that determine the answers and their times, ready for JSON."""
     narrowed = {c.name: c.session.vocabulary.file for c in candidates if c.session.vocabulary}
     folders_of = {c.drafter.folder for c in candidates if c.drafter}
-    hashes = {folder: folders.folder_hash(folder) for folder in folders_of}
+    hashes = {folder: model_folder.folder_hash(folder) for folder in folders_of}
     return {
-        "target": {"name": _public(target.folder), "sha256": folders.folder_hash(target.folder)},
+        "target": {
+            "name": _public(target.folder),
+            "sha256": model_folder.folder_hash(target.folder),
+        },
         "models": {
             name: {
                 "method": drafter and drafter.method,
@@ -113,7 +116,7 @@ def describe(
             }
             for name, drafter, session in candidates
         },
-        "draft_vocabulary": {name: folders.file_hash(file) for name, file in narrowed.items()}
+        "draft_vocabulary": {name: model_folder.file_hash(file) for name, file in narrowed.items()}
         or None,
         "cache_rows": candidates[0].session.cache_rows,
         "threads": args.threads,
@@ -178,4 +181,4 @@ def _options(text: str, options: str) -> dict[str, Any]:
 
 def _public(folder: Path) -> str:
     """The name of a folder for reports."""
-    return BUNDLED if folder.parent == DEMO else folders.public_name(folder).rpartition("/")[2]
+    return BUNDLED if folder.parent == DEMO else model_folder.public_name(folder).rpartition("/")[2]

@@ -10,7 +10,7 @@ from typing import Any
 from infer.bench.statistics import Run, beside, summarise
 from infer.bench.suites import choose, load_suite
 from infer.bench.tables import TableColumn, number, quartiled, table_of
-from infer.flags.prompts import asking
+from infer.cli.flags.prompts import asking
 from moa_jax import Session
 from moa_jax.measure.turns import rotated
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from infer.bench.paper import ALL
 from infer.bench.suites import PAPER, Question
-from infer.program import names
-from moa_jax.data import chat, corpora
+from infer.cli.program import names
+from moa_jax.data import chat
+from moa_jax.data import sources as sources_lib
 from moa_jax.data.records import messages_of
 from moa_jax.data.report import RecordTally
 from moa_jax.errors import InputError
@@ -30,7 +31,7 @@ def questions_of(path: str, sources: Sequence[str], limit: int | None = None) ->
     and the ignored keys. Raises InputError if all records are invalid.
     """
     tally = RecordTally()
-    found = itertools.islice(corpora.read_some(path, sources), limit)
+    found = itertools.islice(sources_lib.read_some(path, sources), limit)
     yield from tally.each(found, lambda record: _question(record, tally.total))
     if tally.total and tally.faults.total() == tally.total:
         raise InputError(

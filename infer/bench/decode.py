@@ -29,15 +29,15 @@ from infer.bench.flags import Mode, check, modes_of, parser_of
 from infer.bench.simulate import accept_with
 from infer.bench.statistics import Run, beside, summarise
 from infer.bench.traffic import copy_bandwidth
-from infer.documents import CODES, until_cut
-from infer.flags.auto import costs_of, fill, fill_vocabularies, ways_of
-from infer.flags.pair import AUTO, kind_of, load_pair
-from infer.flags.vocabulary import source_of, vocabulary_of
+from infer.cli.documents import CODES, until_cut
+from infer.cli.flags.auto import costs_of, fill, fill_vocabularies, ways_of
+from infer.cli.flags.pair import AUTO, kind_of, load_pair
+from infer.cli.flags.vocabulary import source_of, vocabulary_of
+from infer.cli.program import progress
 from infer.peers import run_peer
-from infer.program import progress
 from moa_jax import InputError, Session, load_target
+from moa_jax.decode.draft_vocabulary import DraftVocabulary
 from moa_jax.decode.session import Result
-from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.files.json_text import to_json
 from moa_jax.measure.turns import in_turns
 from moa_jax.model.sharding import mesh_of

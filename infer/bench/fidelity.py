@@ -4,7 +4,7 @@
     agreement                  share of positions with the same argmax
 
 Both sides process the same tokens, so an early difference does not affect later positions. The
-reference is another target (to measure the effect of quantised weights), or logits from other
+reference is another target (to measure the effect of quantized weights), or logits from other
 software (to compare this target with transformers).
 """
 
@@ -61,7 +61,7 @@ class Closeness(NamedTuple):
 
 
 def fidelity(
-    stored: Target, quantised: Target, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]
+    stored: Target, quantized: Target, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]
 ) -> Fidelity:
     """Compares two targets on sequences: token ids, and a mask of the tokens to compare.
 
@@ -70,7 +70,7 @@ def fidelity(
     """
     found = []
     for tokens, counts in texts:
-        each = closeness(logits_of(stored, tokens), logits_of(quantised, tokens))
+        each = closeness(logits_of(stored, tokens), logits_of(quantized, tokens))
         kept = np.flatnonzero(counts[1:])  # position i predicts token i + 1
         found.append(Closeness(*(figure_T[kept] for figure_T in each)))
     return summary(found)

@@ -6,10 +6,10 @@ import argparse
 from typing import Any, NamedTuple
 
 from infer.bench.inputs import add_batch_flags
-from infer.flags.pair import AUTO, DEFAULT_TREE, EXPLICIT, add_cache_flag, add_pair_flags
-from infer.flags.vocabulary import add_vocabulary_flag
+from infer.cli.flags.pair import AUTO, DEFAULT_TREE, EXPLICIT, add_cache_flag, add_pair_flags
+from infer.cli.flags.vocabulary import add_vocabulary_flag
+from infer.cli.program import Parser, names, positive
 from infer.peers import check_peer
-from infer.program import Parser, names, positive
 from moa_jax import InputError
 from moa_jax.config import DraftShape
 from moa_jax.decode.session import DEFAULT_DEPTH
@@ -95,7 +95,7 @@ def check(args: argparse.Namespace) -> None:
         and (made_up or args.batch > 1),
         "--compare decodes weights as they are stored; leave out --weights": compares
         and args.weights,
-        "--weights-cost compares quantised weights with stored ones; add --weights, and leave out "
+        "--weights-cost compares quantized weights with stored ones; add --weights, and leave out "
         "--random-weights": args.weights_cost and (random or not args.weights),
     }
     for message, is_wrong in refusals.items():

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from infer.bench.fidelity import TopLogits
-from moa_jax.data import chat, corpora
+from moa_jax.data import chat, sources
 from moa_jax.errors import InputError
-from moa_jax.files.folders import json_hash, write_whole
-from moa_jax.files.kinds import target_sizes
+from moa_jax.files.model_folder import json_hash, write_whole
+from moa_jax.files.registry import target_sizes
 from moa_jax.files.token_ids import read_token_ids
 from moa_jax.pretrained import Target
 
@@ -78,7 +78,7 @@ def write(path: Path, about: Mapping[str, Any], prompts: Sequence[GoldenPrompt])
 
 def read(path: Path, target: Target) -> Golden:
     """Reads a file; raises InputError for a damaged file or another target's file."""
-    lines = list(corpora.read_numbered(str(path)))
+    lines = list(sources.read_numbered(str(path)))
     header = lines[0][1] if lines else {}
     again, count = "write it again with --write-golden", header.get("prompts")
     if header.get("format") != FORMAT:

@@ -12,13 +12,13 @@ import numpy as np
 
 from infer.bench.conversations import prompts_of as conversation_prompts
 from infer.bench.random_pair import random_drafter, random_target
-from infer.flags.config_file import SHAPES, read_config
-from infer.flags.mesh import asked_mesh
-from infer.flags.pair import dtype_of, use_cores
-from infer.flags.prompts import asking, prompts_in, tokenizer_of
-from infer.program import positive
+from infer.cli.flags.config_file import SHAPES, read_config
+from infer.cli.flags.mesh import asked_mesh
+from infer.cli.flags.pair import dtype_of, use_cores
+from infer.cli.flags.prompts import asking, prompts_in, tokenizer_of
+from infer.cli.program import positive
 from moa_jax.config import DistillConfig, PretrainConfig, TargetConfig
-from moa_jax.data import chat, corpora
+from moa_jax.data import chat, sources
 from moa_jax.data.report import RecordTally
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.drafters import method_of
@@ -101,7 +101,7 @@ def answers_of(path: str, target: Target, limit: int) -> Iterator[chat.Example]:
     """
     tokenizer = load_tokenizer(target.folder)
     vocab_size, most = target.config.vocab_size, target.config.max_position_embeddings
-    tally, found = RecordTally(), itertools.islice(corpora.read_all(path), limit)
+    tally, found = RecordTally(), itertools.islice(sources.read_all(path), limit)
     encode = lambda record: chat.encode_record(tokenizer, record, vocab_size, most)
     for examples in tally.each(found, encode):
         yield from examples

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from infer.bench.answers import Answer
 from infer.bench.candidates import PLAIN, Candidate
 from infer.bench.suites import Question
-from infer.flags.sampling import check_stop_ids, sampling_of, stopper
+from infer.cli.flags.sampling import check_stop_ids, sampling_of, stopper
 from moa_jax import Result, Session
 from moa_jax.config import Sampling
 from moa_jax.data import chat
+from moa_jax.decode.detokenize import before_stop, detokenizer_of
 from moa_jax.decode.exactness import compare
-from moa_jax.decode.room import CacheLimits
+from moa_jax.decode.limits import CacheLimits
 from moa_jax.decode.session import StopWhen, row_of
-from moa_jax.decode.text import before_stop, detokenizer_of
 from moa_jax.measure.turns import rotated
 from moa_jax.pretrained import Target
 

@@ -14,7 +14,7 @@ from moa_jax.config import TargetConfig
 from moa_jax.drafters import DRAFTERS
 from moa_jax.model import convert
 from moa_jax.model.layers import INIT_STDDEV
-from moa_jax.model.quantise import Format, Matrix, placed_as, stored_as
+from moa_jax.model.quantize import Format, Matrix, placed_as, stored_as
 from moa_jax.model.sharding import ShardingOf, mesh_of
 from moa_jax.pretrained import LoadedDrafter, SpecialIds, Target, check_mesh, cut_for_decoding
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from moa_jax.decode import sample
-from moa_jax.decode.sample import BatchSampling
+from moa_jax.decode import sampling
+from moa_jax.decode.sampling import BatchSampling
 from moa_jax.decode.state import RoundState, StaticConfig
 from moa_jax.drafters.api import Tree
 
@@ -32,7 +32,7 @@ def accept_with(probability: float, seed: int = 0) -> Callable[..., Array]:
     ) -> Array:
         argmax_BN = jnp.argmax(logits_BNV, axis=-1).astype(jnp.int32)
         most = max(setup.shape.most_children, 1)
-        child_BNk = sample.children(tree, most)
+        child_BNk = sampling.children(tree, most)
         other_BNj = (argmax_BN[..., None] + jnp.arange(most + 1)) % logits_BNV.shape[-1]
         free_BNj = jnp.all(other_BNj[..., None] != child_BNk[:, :, None, :], axis=-1)
         first_BN1 = jnp.argmax(free_BNj, axis=-1, keepdims=True)

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import moa_jax
-from infer.program import names
-from moa_jax.data import corpora
+from infer.cli.program import names
+from moa_jax.data import sources
 from moa_jax.data.records import Message
 from moa_jax.errors import InputError
-from moa_jax.files.folders import json_hash
+from moa_jax.files.model_folder import json_hash
 
 PAPER = ("mt_bench", "humaneval", "gsm8k", "alpaca", "sum", "qa")
 SPEC_BENCH = "spec_bench"
@@ -125,7 +125,7 @@ def _sets_of(text: str) -> Iterator[tuple[str, str]]:
 
 def _read(name: str, path: str, public_rows: int) -> list[Question]:
     public = path.startswith(PUBLIC)
-    records = corpora.read_numbered(path)
+    records = sources.read_numbered(path)
     found: dict[Any, Question] = {}
     for place, record in itertools.islice(records, public_rows) if public else records:
         record = _from_public(record, len(found) + 1) if public else record

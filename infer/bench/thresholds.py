@@ -6,7 +6,7 @@ import argparse
 from typing import NamedTuple
 
 from infer.bench.fidelity import Fidelity
-from infer.program import above_zero
+from infer.cli.program import above_zero
 
 
 class Thresholds(NamedTuple):

@@ -12,10 +12,10 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-from infer.program import above_zero, positive
+from infer.cli.program import above_zero, positive
 from moa_jax.errors import InputError, first_line
-from moa_jax.files.folders import write_whole
-from moa_jax.files.places import check_file
+from moa_jax.files.model_folder import write_whole
+from moa_jax.files.paths import check_file
 
 PING_SECONDS = 20.0  # between pings; also the timeout of a pong
 DRAIN_SECONDS = 30.0

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from infer.streams import log_writer
+from infer.cli.streams import log_writer
 
 Log = Callable[..., None]  # log("open", session="...", tokens=12)
 

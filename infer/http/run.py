@@ -12,9 +12,9 @@ from typing import Any
 
 import uvicorn
 
+from infer.cli.program import INTERRUPTED
 from infer.http.address import announce, unusable
 from infer.http.timeouts import TimedHttp
-from infer.program import INTERRUPTED
 
 
 async def serve_until_signal(

@@ -12,7 +12,7 @@ from infer.openai.errors import NO_SUCH, APIError, bad, shown
 from moa_jax.config.checks import is_utf8
 from moa_jax.data import chat
 from moa_jax.data.records import Message
-from moa_jax.decode.text import GrowingText, detokenizer_of
+from moa_jax.decode.detokenize import GrowingText, detokenizer_of
 from moa_jax.errors import InputError
 
 

@@ -21,10 +21,10 @@ from infer.openai.errors import FAULT, TOO_MANY, APIError, bad, stopping
 from infer.openai.metrics import ServingMetrics
 from infer.openai.model import Model
 from infer.openai.requests import GenerationRequest
+from moa_jax.decode.detokenize import GrowingText
 from moa_jax.decode.engine import Closed, Engine, Full, News, Request, Ticket
 from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.decode.session import row_of
-from moa_jax.decode.text import GrowingText
 from moa_jax.errors import InputError
 
 

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from infer.program import Parser, local_path, run
+from infer.cli.program import Parser, local_path, run
 from moa_jax.errors import InputError
 from moa_jax.files.replace import check_replaceable, replacing
 

@@ -1,10 +1,7 @@
-"""Split decoding over a network: the parts of `infer.server` and `infer.client`.
+"""Split decoding over a network, described in README.md.
 
-    client/         one answer, from the prompt to its text, over a link that may fail
-    link.py         one connection of a client
-    server/         WebSocket, sessions, and scheduling of the target
-    network.py      a program that emulates a slow or lossy link to a server and can cut it
+    network.py    a program that emulates a slow or lossy link to a server and can cut it
 
-infer/bench/split has `infer.bench --split`; moa_jax/split has messages and arrays. README.md
-describes how the parts work together.
+infer/split_client and infer/split_server have the two sides, moa_jax/split the messages and arrays,
+infer/bench/split has `infer.bench --split`.
 """

@@ -16,7 +16,7 @@ import json
 import sys
 
 from infer.bench.network import PROFILES, Proxy, in_thread
-from infer.program import Parser, run
+from infer.cli.program import Parser, run
 
 
 def address(text: str) -> tuple[str, int]:

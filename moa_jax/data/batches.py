@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from moa_jax.config import DataConfig
-from moa_jax.data import chat, corpora, reference, shards
+from moa_jax.data import chat, reference, shards, sources
 from moa_jax.data.batch import Batch
 from moa_jax.data.encode import Coder, Outcome, outcomes
 from moa_jax.data.mixture import Mixture
@@ -131,9 +131,9 @@ def _rows(paths: Sequence[str], coder: Coder, watch: Watcher) -> tuple[Batch, Da
 
 def _watched(paths: Sequence[str], coder: Coder, watch: Watcher) -> Iterator[Outcome]:
     """Encode all records of the paths, with a progress line."""
-    counts = [corpora.count(path) for path in paths]
+    counts = [sources.count(path) for path in paths]
     number = None if None in counts else sum(counts)
-    found = itertools.chain.from_iterable(map(corpora.read_all, paths))
+    found = itertools.chain.from_iterable(map(sources.read_all, paths))
     with watch(number, "records") as bar:
         for outcome in outcomes(found, coder, number):
             yield outcome

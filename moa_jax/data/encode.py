@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from moa_jax.config import DataConfig
-from moa_jax.data import chat, corpora, records, reference
+from moa_jax.data import chat, records, reference, sources
 from moa_jax.data.chat import Example
 from moa_jax.data.files import Found
 from moa_jax.data.workers import num_cores, ordered_map
@@ -122,7 +122,7 @@ def _have_other_text(tokenizer: PreTrainedTokenizerBase, answers: list[dict], re
 def _encoded(record: dict | InputError, coder: Coder) -> Encoded | InputError:
     if isinstance(record, InputError):
         return record
-    if not corpora.is_from(record, coder.config.sources):
+    if not sources.is_from(record, coder.config.sources):
         return Encoded([])
     try:
         return encode_record(record, coder)

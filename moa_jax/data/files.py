@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from moa_jax.errors import InputError
-from moa_jax.files.places import files_below, is_stored, place
+from moa_jax.files.paths import files_below, is_stored, place
 
 Found = Iterator[tuple[str, dict | InputError]]  # (location `FILE line N`, record)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from moa_jax.data import corpora
+from moa_jax.data import sources as sources_lib
 from moa_jax.data.batch import Batch
 from moa_jax.data.chat import Example
 from moa_jax.data.files import Found
@@ -36,7 +36,7 @@ class RecordTally:
         for place, record in found:
             self.total += 1
             try:
-                made = use(corpora.sound(record))
+                made = use(sources_lib.sound(record))
             except InputError as error:
                 self.add(place, str(error))
                 continue

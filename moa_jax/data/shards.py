@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moa_jax.data import corpora
+from moa_jax.data import sources
 from moa_jax.data.batch import Batch
 from moa_jax.data.encode import Coder
 from moa_jax.data.report import DataReport
 from moa_jax.data.rows import BLOCK
 from moa_jax.errors import InputError, first_line
-from moa_jax.files.places import is_stored, size_and_time
+from moa_jax.files.paths import is_stored, size_and_time
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,7 +86,7 @@ def fingerprint(paths: Sequence[str], coder: Coder) -> dict[str, Any]:
         "format": [FORMAT, BLOCK],
         "vocab_size": vocab_size,
         "tokenizer": tokenizer_hash(tokenizer),
-        "paths": {path: [_facts(file) for file in corpora.files_of(path)] for path in paths},
+        "paths": {path: [_facts(file) for file in sources.files_of(path)] for path in paths},
         **{name: getattr(config, name) for name in settings},
     }
 

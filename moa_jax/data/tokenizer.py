@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moa_jax.errors import InputError, first_line
-from moa_jax.files.places import check_folder
+from moa_jax.files.paths import check_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,12 +4,12 @@ session.py      prompts in, tokens out       step.py        one round, and the l
 generation.py   a batch being decoded        verify.py      which drafted nodes are accepted
 auto.py         choice of the draft shape    heard.py       acceptance rates of drafts
 programs.py     compiled programs            costs.py       cost of a round per draft shape
-sample.py       sampling, noise, rejection   vocabulary.py  draft vocabularies
-text.py         detokenizer, stop strings    room.py        limits of a cache and a target
-exactness.py    where two answers differ     logprobs.py    log-probabilities of answers
-order.py        turns of decode and prefill  mappings.py    how many programs a process may have
-calls.py        complete rounds of a call    state.py       the state of a round
-background.py   a worker thread              finite.py      errors for NaN and infinity
+sampling.py     sampling, noise, rejection   logprobs.py    log-probabilities of answers
+detokenize.py   detokenizer, stop strings    limits.py      limits of a cache and a target
+exactness.py    where two answers differ     finite.py      errors for NaN and infinity
+order.py        turns of decode and prefill  state.py       the state of a round
+calls.py        complete rounds of a call    background.py  a worker thread, limit on programs
+draft_vocabulary.py   which tokens are drafted
 
 engine/         continuous batching
 """

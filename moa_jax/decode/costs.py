@@ -24,7 +24,7 @@ import jax
 
 from moa_jax.config import DrafterConfig, DraftShape, TargetConfig
 from moa_jax.errors import InputError
-from moa_jax.files.folders import json_hash, read_json, write_json
+from moa_jax.files.model_folder import json_hash, read_json, write_json
 
 
 class Place(NamedTuple):
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
     device_kind: str
     dtype: str
-    weights: str | None  # their format; None where they are not quantised
+    weights: str | None  # their format; None where they are not quantized
     pair: str  # of `pair_of`
     cores: int  # that the process may use
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from moa_jax.config import Sampling
-from moa_jax.decode import sample
+from moa_jax.decode import sampling as sampling_lib
 from moa_jax.decode.programs import bucket
-from moa_jax.decode.sample import make_batch_sampling
+from moa_jax.decode.sampling import make_batch_sampling
 from moa_jax.decode.session import GREEDY
 from moa_jax.model import llama, masks, sharding
 from moa_jax.pretrained import Target
@@ -89,10 +89,10 @@ def _scores(cfg, params, tokens_1T, prompt_length, length, batch_sampling) -> ja
     found = llama.forward(cfg, params, tokens_1T, context)
     last_11D = jax.lax.dynamic_slice_in_dim(found.hidden_BTD, length - 1, 1, axis=1)
     logits_11V = llama.unembed(params, last_11D)
-    said = sample.counts_in(
+    said = sampling_lib.counts_in(
         batch_sampling, tokens_1T, prompt_length[None], cfg.vocab_size, length[None]
     )
-    scores_V = sample.perturbed_logits(batch_sampling, logits_11V, said.each(), length[None, None])[
-        0, 0
-    ]
+    scores_V = sampling_lib.perturbed_logits(
+        batch_sampling, logits_11V, said.each(), length[None, None]
+    )[0, 0]
     return sharding.constrain_whole(scores_V)  # each process reads the scores

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from moa_jax.drafters.api import NO_TOKEN
 from moa_jax.errors import InputError
-from moa_jax.files.folders import public_name
+from moa_jax.files.model_folder import public_name
 from moa_jax.model import convert, sharding
 from moa_jax.pretrained import Target
 

@@ -24,7 +24,7 @@ from moa_jax.decode import finite, logprobs
 from moa_jax.decode.calls import that_tell
 from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.decode.programs import Program
-from moa_jax.decode.sample import BatchSampling
+from moa_jax.decode.sampling import BatchSampling
 from moa_jax.decode.state import NEVER, DecodeState, StopConditions
 from moa_jax.runtime.multihost import gathered
 
@@ -90,7 +90,7 @@ class Generation:
         With `teaches` the session's chooser records the accepted drafts.
         """
         self.prompts, self.decode_s = [list(map(int, prompt)) for prompt in prompts], 0.0
-        self.state, self.limits, self.law, self.prefill_s = started
+        self.state, self.limits, self.batch_sampling, self.prefill_s = started
         self._session = session
         self._chooser = session.chooser if teaches else None
         if self._chooser is not None:
@@ -144,11 +144,11 @@ class Generation:
         # Reusing the limits and the compiled loop saves 0.6 ms per call on a CPU.
         limits = self.limits._replace(pause=np.int32(pause))
         if shape not in self._loops:
-            self._loops[shape] = session.loop(self.state, limits, self.law, shape)
+            self._loops[shape] = session.loop(self.state, limits, self.batch_sampling, shape)
         decode = self._loops[shape]
         with session.alone:
             begin = time.perf_counter()
-            self.state = decode(session.weights, self.state, limits, self.law)
+            self.state = decode(session.weights, self.state, limits, self.batch_sampling)
             turned = self._collect(shape)
             seconds = time.perf_counter() - begin
         self.decode_s += seconds
@@ -172,7 +172,7 @@ class Generation:
     @property
     def arrays(self) -> tuple[DecodeState, StopConditions, BatchSampling]:
         """The arguments that a loop of rounds is compiled for."""
-        return self.state, self.limits, self.law
+        return self.state, self.limits, self.batch_sampling
 
     def look(self, stop_when: StopWhen) -> None:
         """Ends the rows in which `stop_when` finds a stop, and records their number of tokens."""
@@ -237,7 +237,7 @@ class Generation:
                 that_tell(counts_R[first:end], done) - 1
                 for counts_R, first, end, done in zip(*rows, strict=True)
             ]
-            self._chooser.collected(shape, np.concatenate(accepted), turned)
+            self._chooser.heard(shape, np.concatenate(accepted), turned)
         return turned
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from moa_jax.errors import InputError
-from moa_jax.model.pieces import top_k
+from moa_jax.model.topk import top_k
 
 Array = jax.Array
 

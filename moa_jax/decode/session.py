@@ -23,25 +23,25 @@ from moa_jax.config import DraftShape, Sampling
 from moa_jax.config.checks import unboxed, whole_numbers
 from moa_jax.decode import logprobs, step
 from moa_jax.decode.auto import PLAIN, Chooser
-from moa_jax.decode.background import BackgroundWorker
+from moa_jax.decode.background import BackgroundWorker, can_compile_more
 from moa_jax.decode.costs import Costs, priced_as
+from moa_jax.decode.draft_vocabulary import DraftVocabulary
 from moa_jax.decode.generation import Generation, Result, StopWhen, shapes_of
-from moa_jax.decode.mappings import can_compile_more
+from moa_jax.decode.limits import CacheLimits, prompt_ids_of
 from moa_jax.decode.programs import ROWS_OF_A_TILE, Programs, cache_rows_for, chunks_for
-from moa_jax.decode.room import CacheLimits, prompt_ids_of
-from moa_jax.decode.sample import BatchSampling, make_batch_sampling
+from moa_jax.decode.sampling import BatchSampling, make_batch_sampling
 from moa_jax.decode.state import (
     NEVER,
     DecodeState,
-    StopConditions,
     StaticConfig,
+    StopConditions,
     Vocabulary,
     Weights,
 )
-from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError
-from moa_jax.model import panels, quantise, sharding
+from moa_jax.model import quantize, sharding
+from moa_jax.model.kernels import cpu
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 from moa_jax.runtime import memory
 from moa_jax.runtime.multihost import on_first
@@ -479,24 +479,24 @@ def for_decoding(weights: Weights) -> Weights:
     return weights._replace(
         target=_with_head(weights.target),
         drafter=_with_head(weights.drafter),  # a small language model has its own table
-        vocabulary=head and head._replace(head_DU=panels.cut(head.head_DU)),
+        vocabulary=head and head._replace(head_DU=cpu.cut(head.head_DU)),
         shared=_with_head(weights.shared),
     )
 
 
 def _with_head(params: Any) -> Any:
     if params and "embed" in params and "lm_head" not in params:
-        params = params | {"lm_head": quantise.transposed(params["embed"])}
-    return quantise.in_panels(params)
+        params = params | {"lm_head": quantize.transposed(params["embed"])}
+    return quantize.in_panels(params)
 
 
 def _slice_of_head(params: Any, vocabulary: DraftVocabulary) -> Vocabulary:
     """Returns the slice of the target's head that the drafter reads."""
     ids_U = jnp.asarray(vocabulary.ids_U, jnp.int32)
-    head = params["lm_head"] if "lm_head" in params else quantise.transposed(params["embed"])
-    found = Vocabulary(ids_U, quantise.columns(head, ids_U))
+    head = params["lm_head"] if "lm_head" in params else quantize.transposed(params["embed"])
+    found = Vocabulary(ids_U, quantize.columns(head, ids_U))
     if (mesh := sharding.mesh_of(params)) is None:
         return found
     place = lambda leaf, *axes: NamedSharding(mesh, sharding.dividing(axes, leaf.shape, mesh))
-    cut = quantise.sharding_as(("head",), found.head_DU, place(found.head_DU, None, "vocab"))
+    cut = quantize.sharding_as(("head",), found.head_DU, place(found.head_DU, None, "vocab"))
     return jax.device_put(found, Vocabulary(place(ids_U, None), cut))

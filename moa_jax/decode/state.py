@@ -17,12 +17,12 @@ import numpy as np
 
 from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.decode.logprobs import LogProbs
-from moa_jax.decode.sample import TokenCounts
+from moa_jax.decode.sampling import TokenCounts
 from moa_jax.decode.verify import VerifyResult
 from moa_jax.drafters.api import Cache, Drafter, TargetActivations
 from moa_jax.model import llama
 from moa_jax.model.cache import HiddenCache
-from moa_jax.model.quantise import Matrix
+from moa_jax.model.quantize import Matrix
 
 Array = jax.Array
 
@@ -33,7 +33,7 @@ class StaticConfig(NamedTuple):
     """Static settings of a program: the models' configs, and the shape of a draft.
 
     Without a drafter the depth is 1. If the drafter's caches may lag (`catches_up`), rounds of
-    depth 1 leave `extend` to `catch_up`.
+    depth 1 leave `extend` to `sync_drafter`.
     """
 
     target: TargetConfig
@@ -76,7 +76,7 @@ class DraftLag(NamedTuple):
     The target's keys and values are in its own caches and not in this state.
 
         position   0 ....... known-1   | known ........ length-1 | length
-                   in drafter's cache  | pending `catch_up`      | root
+                   in drafter's cache  | pending `sync_drafter`      | root
         rows here  undefined           | of these tokens         | left-overs
     """
 
@@ -88,7 +88,9 @@ class DraftLag(NamedTuple):
 class RoundState(NamedTuple):
     """The part of the state that one round reads and replaces."""
 
-    length_B: Array  # verified tokens: in the target's caches; in the drafter's except for `behind`
+    length_B: (
+        Array  # verified tokens: in the target's caches; in the drafter's except for `draft_lag`
+    )
     done_B: Array  # rows that rounds leave unchanged
     token_counts: TokenCounts = TokenCounts()  # counts of committed tokens, for penalties
     target_caches: llama.Caches = ()

@@ -13,9 +13,9 @@ engines run for a few rounds per call; an engine's prefill programs; the split s
 whose passes have no draft cache; the split server's clients, which have no target; and
 `infer.bench.phases`, which times each function alone.
 
-Plain rounds between drafted rounds skip `extend`, and prefill may skip `extend` as well. `Behind`
-holds the draft lag, and `catch_up` clears the lag. Until then drafts are worse; the output is the
-same.
+Plain rounds between drafted rounds skip `extend`, and prefill may skip `extend` as well. `DraftLag`
+holds the draft lag, and `sync_drafter` clears the lag. Until then drafts are worse; the output is
+the same.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moa_jax.decode import logprobs, sample
+from moa_jax.decode import logprobs, sampling
 from moa_jax.decode.logprobs import LogProbs
-from moa_jax.decode.sample import BatchSampling
+from moa_jax.decode.sampling import BatchSampling
 from moa_jax.decode.state import (
     NEVER,
-    DraftLag,
     DecodeState,
-    StopConditions,
+    DraftLag,
     RoundState,
     StaticConfig,
+    StopConditions,
     Verified,
     Weights,
 )
@@ -52,12 +52,12 @@ from moa_jax.drafters.api import (
 from moa_jax.model import cache, llama, masks, sharding
 from moa_jax.model.attention import keep_path
 from moa_jax.model.cache import HiddenCache
-from moa_jax.model.pieces import finite_argmax
+from moa_jax.model.topk import finite_argmax
 from moa_jax.runtime.devices import traced_platform
 
 Array = jax.Array
 
-CATCH_UP = 32  # tokens of each row per turn of `catch_up`
+CATCH_UP = 32  # tokens of each row per turn of `sync_drafter`
 
 
 # ---- the loop of rounds -------------------------------------------------------------------
@@ -210,7 +210,7 @@ def empty(
     state = RoundState(
         jnp.zeros(batch, jnp.int32),
         jnp.zeros(batch, bool),
-        sample.empty_counts(batch_sampling, batch, setup.target.vocab_size),
+        sampling.empty_counts(batch_sampling, batch, setup.target.vocab_size),
         llama.init_caches(setup.target, batch, rows, dtype),
         setup.drafter and setup.drafter.init_cache(batch, rows, dtype),
         lag,
@@ -230,7 +230,7 @@ def read_chunk(
     """Runs target and drafter over the next chunk of each prompt.
 
     A chunk has `size` tokens, or the number of cache rows if that is smaller. With `late` the
-    drafter does not run, and the activations that the drafter needs are stored in `round_state.draft_lag`.
+    drafter does not run, and `round_state.draft_lag` stores the activations that the drafter needs.
 
     The chunk of a row with fewer tokens left starts earlier, and ends with the row's last token. So
     no chunk is written past the end of the caches, and finished rows wait for the other rows.
@@ -274,7 +274,7 @@ def read(
     hidden_BD = jnp.take_along_axis(found.hidden_BTD, last_B11, axis=1)[:, 0]
     round_state = round_state._replace(
         length_B=round_state.length_B + count_B,
-        token_counts=sample.add_prompt_tokens(round_state.token_counts, tokens_BT, count_B),
+        token_counts=sampling.add_prompt_tokens(round_state.token_counts, tokens_BT, count_B),
         target_caches=found.caches,
     )
     rows = llama.stack_rows(found.rows) if _reads_rows(setup) else None
@@ -289,13 +289,13 @@ def choose_after(
     The token is NOTHING if a logit is not finite.
     """
     logits_B1V = llama.unembed(weights.target, hidden_BD[:, None])
-    score_B1V = sample.perturbed_logits(
+    score_B1V = sampling.perturbed_logits(
         batch_sampling, logits_B1V, round_state.token_counts.each(), round_state.length_B[:, None]
     )
     is_finite_B = jnp.isfinite(logits_B1V).all(axis=(1, 2))
     root_B = jnp.where(is_finite_B, finite_argmax(score_B1V[:, 0]), NO_TOKEN)
     return round_state._replace(
-        token_counts=sample.add_answer_tokens(round_state.token_counts, root_B[:, None])
+        token_counts=sampling.add_answer_tokens(round_state.token_counts, root_B[:, None])
     ), root_B
 
 
@@ -385,13 +385,13 @@ def candidate_sampler(
     def adjusted(logits_BWU: Array, path_BWP: Array) -> Array:
         token_counts = round_state.token_counts
         if batch_sampling.penalises:
-            token_counts = sample.along_paths(token_counts, path_BWP[..., 1:]).of(some)
-        logits_BWU = sample.apply_penalties(batch_sampling, logits_BWU, token_counts, bias_BU)
-        return sample.log_probs(batch_sampling, logits_BWU) if sampled else logits_BWU
+            token_counts = sampling.along_paths(token_counts, path_BWP[..., 1:]).of(some)
+        logits_BWU = sampling.apply_penalties(batch_sampling, logits_BWU, token_counts, bias_BU)
+        return sampling.log_probs(batch_sampling, logits_BWU) if sampled else logits_BWU
 
     def noise(nodes: int, depth: int, size: int) -> Array:
         position_B1 = (round_state.length_B + depth)[:, None]
-        noise_B1U = sample.gumbel(batch_sampling, sample.DRAFT, position_B1, size)
+        noise_B1U = sampling.gumbel(batch_sampling, sampling.DRAFT, position_B1, size)
         return jnp.broadcast_to(noise_B1U, (noise_B1U.shape[0], nodes, size))
 
     vocab_size = setup.target.vocab_size
@@ -408,7 +408,7 @@ def extend(
 ) -> Cache:
     """Extends the drafter's cache by T tokens that the target has just processed."""
     if not setup.drafter.taps.hidden:
-        tapped = tapped._replace(hidden_BTD=None)  # as in `catch_up`
+        tapped = tapped._replace(hidden_BTD=None)  # as in `sync_drafter`
     with jax.named_scope("extend"):
         digest = setup.drafter.condense(weights.drafter, length_B, tapped)
         shared = borrowed(setup, weights)
@@ -482,7 +482,7 @@ def synced(setup: StaticConfig, weights: Weights, state: DecodeState) -> DecodeS
 def _tapped_before(
     setup: StaticConfig, round_state: RoundState, place_BT: Array
 ) -> TargetActivations:
-    """Gathers the activations at these positions from the target's caches and `round_state.draft_lag`."""
+    """Gathers the activations at these positions from the target's caches and the draft lag."""
     of_places = lambda rows_BSD: jnp.take_along_axis(rows_BSD, place_BT[..., None], axis=1)
     rows = None
     if _reads_rows(setup):
@@ -578,22 +578,22 @@ def choose(
     token_counts = round_state.token_counts
     if batch_sampling.penalises:
         above_BNN = jnp.where(tree.ancestor_BNN, tree.tokens_BN[:, None, :], NO_TOKEN)
-        token_counts = sample.along_paths(token_counts, above_BNN[..., 1:])
-    after_BNV = sample.after(batch_sampling, logits_BNV, token_counts)
+        token_counts = sampling.along_paths(token_counts, above_BNN[..., 1:])
+    after_BNV = sampling.after(batch_sampling, logits_BNV, token_counts)
     if batch_sampling.key_B is None:
         return finite_argmax(after_BNV)
     position_BD = round_state.length_B[:, None] + 1 + jnp.arange(setup.shape.levels)
     of_node = lambda x_BDX: jnp.take_along_axis(x_BDX, tree.depth_BN[..., None], axis=1)
     noise_BNV = of_node(
-        sample.gumbel(batch_sampling, sample.TARGET, position_BD, logits_BNV.shape[-1])
+        sampling.gumbel(batch_sampling, sampling.TARGET, position_BD, logits_BNV.shape[-1])
     )
     if tree.draft_BNV is None:
-        return sample.sample(after_BNV, noise_BNV)
-    child_BNk = sample.children(tree, setup.shape.most_children)
+        return sampling.sample(after_BNV, noise_BNV)
+    child_BNk = sampling.children(tree, setup.shape.most_children)
     uniform_BNk = of_node(
-        sample.uniform(batch_sampling, sample.ACCEPT, position_BD, child_BNk.shape[-1])
+        sampling.uniform(batch_sampling, sampling.ACCEPT, position_BD, child_BNk.shape[-1])
     )
-    return sample.accept(after_BNV, tree.draft_BNV, child_BNk, uniform_BNk, noise_BNV)
+    return sampling.accept(after_BNV, tree.draft_BNV, child_BNk, uniform_BNk, noise_BNV)
 
 
 def _reads_rows(setup: StaticConfig) -> bool:
@@ -619,7 +619,7 @@ def commit(
     round_state = round_state._replace(
         length_B=round_state.length_B + count_B,
         done_B=round_state.done_B | (count_B == room_B) | (first_stop_B < count_B),
-        token_counts=sample.add_answer_tokens(
+        token_counts=sampling.add_answer_tokens(
             round_state.token_counts, verify_result.emitted_BD, count_B
         ),
     )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moa_jax.drafters import eagle, eagle3, glide, independent, lookup, moa
-from moa_jax.files.kinds import DrafterKind
+from moa_jax.files.registry import DrafterKind
 
 DRAFTERS: dict[str, DrafterKind] = {
     "moa": moa.KIND,

@@ -34,7 +34,7 @@ class TapSpec(NamedTuple):
 
 
 class TargetActivations(NamedTuple):
-    """The activations of T tokens; parts that are not in `Taps` are None or ()."""
+    """The activations of T tokens; parts that are not in `TapSpec` are None or ()."""
 
     rows_LBKTE: KV | None
     streams: tuple[Array, ...]  # (B, T, D) each
@@ -86,8 +86,8 @@ def chain(tokens_BN: Array) -> Tree:
 def streams(params: Params, length_B: Array, tapped: TargetActivations) -> TargetActivations:
     """The default digest: the tapped activations, without the rows of all layers.
 
-    A drafter that taps the rows of all layers needs another `digest`, since the rows are too large
-    to store.
+    A drafter that taps the rows of all layers needs another `condense`, since the rows are too
+    large to store.
     """
     return tapped._replace(rows_LBKTE=None)
 
@@ -106,15 +106,15 @@ DrafterLoss = Callable[
 class Drafter(NamedTuple):
     """A drafter for one target, closed over frozen configs.
 
-    `digest` and `extend` take T tokens that the target has just processed, at positions length to
-    length + T - 1: the prompt after prefill, the accepted path after a verification. `digest`
+    `condense` and `extend` take T tokens that the target has just processed, at positions length to
+    length + T - 1: the prompt after prefill, the accepted path after a verification. `condense`
     reads the target's activations, and `extend` writes the digest to the cache; a network may
     connect the two. Rows of rejected tokens are not removed, since lengths determine the visible
-    rows. `propose` drafts from the root, which is at position `length` and in no cache. `go_on`
+    rows. `propose` drafts from the root, which is at position `length` and in no cache. `draft_one`
     drafts one token without the target's activations of the tokens from `known` on:
 
         position   0 .. known-1 | known .. length-1 | length
-                   verified     | fed to `go_on`    | the token fed now
+                   verified     | fed to `draft_one`    | the token fed now
     """
 
     taps: TapSpec
@@ -142,7 +142,7 @@ class Drafter(NamedTuple):
     draft_ids: tuple[int, ...] | None = None  # target ids of the logits, if not all in order
     # (params, length_B, tapped) -> inputs of `extend`: arrays with axis 0 B and axis -2 T
     condense: Callable[[Params, Array, TargetActivations], Digest] = streams
-    condense_only: tuple[str, ...] = ()  # parts of the params that only `digest` reads
+    condense_only: tuple[str, ...] = ()  # parts of the params that only `condense` reads
     # (params, shared, cache, token_B, length_B, known_B) -> (logits_BU, cache); None: unsupported
     draft_one: (
         Callable[[Params, Shared, Cache, Array, Array, Array], tuple[Array, Cache]] | None

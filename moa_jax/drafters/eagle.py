@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from moa_jax.config import EagleConfig, Objective, TargetConfig
-from moa_jax.drafters import feedback, learning, losses
+from moa_jax.drafters import distill_loss, eagle_common, losses
 from moa_jax.drafters.api import Drafter, Shared, TapSpec
 from moa_jax.files.copies import EMBEDDING, HEAD
-from moa_jax.files.kinds import DrafterKind, FileLayout, Files
 from moa_jax.files.layer_files import block_of, read_sizes, write_sizes
+from moa_jax.files.registry import DrafterKind, FileLayout, Files
 from moa_jax.model import convert
 from moa_jax.model.convert import Table
 from moa_jax.model.layers import Linear, RMSNorm
@@ -34,7 +34,7 @@ Array = jax.Array
 PREFIXES = {"official": ("fc", "layers.0."), "authors": ("spec_model_fc", "spec_model.")}
 
 
-class Eagle2Layer(feedback.EagleLayer):
+class Eagle2Layer(eagle_common.EagleLayer):
     """fc, then a decoder layer with or without an input norm."""
 
     input_norm_there: bool
@@ -53,17 +53,17 @@ class Eagle2Layer(feedback.EagleLayer):
 
 def make(cfg: EagleConfig, target_cfg: TargetConfig, objective: Objective | None = None) -> Drafter:
     """The drafter as pure functions; `objective` matters for training only."""
-    return feedback.make(layer(cfg, target_cfg), objective or Objective())
+    return eagle_common.make(layer(cfg, target_cfg), objective or Objective())
 
 
-def layer(cfg: EagleConfig, target_cfg: TargetConfig) -> feedback.Layer:
+def layer(cfg: EagleConfig, target_cfg: TargetConfig) -> eagle_common.Layer:
     """The drafter's layer for a target."""
     block = block_of(cfg, target_cfg)
     module = Eagle2Layer(block, cfg.input_norm, cfg.fc_bias)
-    return feedback.Layer(
+    return eagle_common.Layer(
         block=block,
         taps=TapSpec(hidden=True),
-        init=partial(feedback.init_layer, module),
+        init=partial(eagle_common.init_layer, module),
         fuse=lambda params, tapped: tapped.hidden_BTD,
         rows=lambda params, *rest: module.apply({"params": params}, *rest, method="rows"),
         apply=lambda params, *rest: module.apply({"params": params}, *rest),
@@ -76,7 +76,7 @@ def loss(
     objective: Objective,
     shared: Shared,
     head: Callable[[Array], Array] | None,
-    drafts: Sequence[learning.Draft],
+    drafts: Sequence[distill_loss.Draft],
     goal_BTD: Array,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
@@ -84,12 +84,12 @@ def loss(
 
     References: authors' train/eagle.py (0.1 x cross-entropy + feature distance).
     """
-    each = learning.token_losses(objective, shared, head, goal_BTD, drafts)
+    each = distill_loss.token_losses(objective, shared, head, goal_BTD, drafts)
     for parts, draft in zip(each, drafts, strict=True):
         distance_BT = losses.smooth_l1(draft.feature_BTD, goal_BTD)
         parts["feature_loss"] = losses.answer_mean(distance_BT, draft.response_BT)
-    parts = feedback.mean_of_passes(each, objective.feedback.decay)
-    return learning.weighted(objective.loss, parts, parts["feature_loss"], progress)
+    parts = eagle_common.mean_of_passes(each, objective.feedback.decay)
+    return distill_loss.weighted(objective.loss, parts, parts["feature_loss"], progress)
 
 
 # ---- files --------------------------------------------------------------------------------

@@ -24,13 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from moa_jax.config import Eagle3Config, Objective, TargetConfig
-from moa_jax.drafters import feedback, learning
-from moa_jax.drafters.api import Drafter, Params, Shared, TargetActivations, TapSpec
+from moa_jax.drafters import distill_loss, eagle_common
+from moa_jax.drafters.api import Drafter, Params, Shared, TapSpec, TargetActivations
 from moa_jax.errors import InputError
 from moa_jax.files.copies import EMBEDDING
-from moa_jax.files.kinds import DrafterKind, FileLayout, Files
 from moa_jax.files.layer_files import block_of, read_sizes, write_sizes
-from moa_jax.model import convert, quantise
+from moa_jax.files.registry import DrafterKind, FileLayout, Files
+from moa_jax.model import convert, quantize
 from moa_jax.model.convert import Table
 from moa_jax.model.layers import INIT_STDDEV, Linear, RMSNorm
 
@@ -41,7 +41,7 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-class Eagle3Layer(feedback.EagleLayer):
+class Eagle3Layer(eagle_common.EagleLayer):
     """A decoder layer whose attention reads embedding and feature, each with a separate norm."""
 
     def setup(self) -> None:
@@ -77,10 +77,10 @@ def make(
     cfg: Eagle3Config, target_cfg: TargetConfig, objective: Objective | None = None
 ) -> Drafter:
     """The drafter as pure functions; `objective` matters for training only."""
-    return feedback.make(layer(cfg, target_cfg), objective or Objective())
+    return eagle_common.make(layer(cfg, target_cfg), objective or Objective())
 
 
-def layer(cfg: Eagle3Config, target_cfg: TargetConfig) -> feedback.Layer:
+def layer(cfg: Eagle3Config, target_cfg: TargetConfig) -> eagle_common.Layer:
     """The drafter's layer for a target."""
     block, guesses = block_of(cfg, target_cfg, plain=True), _num_guesses(cfg, target_cfg)
     module, fc = Eagle3Layer(block), Linear((block.hidden_size,))
@@ -91,7 +91,7 @@ def layer(cfg: Eagle3Config, target_cfg: TargetConfig) -> feedback.Layer:
         streams_11C = jnp.zeros((1, 1, 3 * block.hidden_size))
         head_DU = jax.random.normal(head_key, (block.hidden_size, guesses))
         return {
-            "layer": feedback.init_layer(module, layer_key),
+            "layer": eagle_common.init_layer(module, layer_key),
             "fc": fc.init(fc_key, streams_11C)["params"],
             "norm": {"scale": jnp.ones(block.hidden_size)},
             "head": INIT_STDDEV * head_DU,
@@ -102,9 +102,9 @@ def layer(cfg: Eagle3Config, target_cfg: TargetConfig) -> feedback.Layer:
 
     def head(params: Params, shared: Shared, feature_BTD: Array) -> Array:
         normed_BTD = norm.apply({"params": params["norm"]}, feature_BTD)
-        return quantise.matmul(normed_BTD, params["head"], jnp.float32)
+        return quantize.matmul(normed_BTD, params["head"], jnp.float32)
 
-    return feedback.Layer(
+    return eagle_common.Layer(
         block=block,
         taps=TapSpec(streams=tapped_layers(cfg, target_cfg)),
         init=init,
@@ -128,14 +128,14 @@ def loss(
     objective: Objective,
     shared: Shared,
     head: Callable[[Array], Array] | None,
-    drafts: Sequence[learning.Draft],
+    drafts: Sequence[distill_loss.Draft],
     goal_BTD: Array,
     progress: Array,
 ) -> tuple[Array, dict[str, Array]]:
     """The token loss of every pass, over answer tokens whose next token the head can score."""
-    each = learning.token_losses(objective, shared, head, goal_BTD, drafts, draft_ids)
-    parts = feedback.mean_of_passes(each, objective.feedback.decay)
-    return learning.weighted(objective.loss, parts, None, progress)
+    each = distill_loss.token_losses(objective, shared, head, goal_BTD, drafts, draft_ids)
+    parts = eagle_common.mean_of_passes(each, objective.feedback.decay)
+    return distill_loss.weighted(objective.loss, parts, None, progress)
 
 
 # ---- files --------------------------------------------------------------------------------

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 
 from moa_jax.config import BlockConfig, GlideConfig, Objective, TargetConfig
 from moa_jax.data.batch import Batch
-from moa_jax.drafters import learning
-from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, TargetActivations, TapSpec
-from moa_jax.drafters.grow import Nodes, by_level
+from moa_jax.drafters import distill_loss
+from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, TapSpec, TargetActivations
+from moa_jax.drafters.tree import Nodes, by_level
 from moa_jax.errors import InputError
 from moa_jax.files.hf_config import check_same_block, target_config_to_hf
-from moa_jax.files.kinds import (
+from moa_jax.files.registry import (
     DrafterKind,
     FileLayout,
     Files,
@@ -118,7 +118,7 @@ class GlideLayer(nn.Module):
 def make(cfg: GlideConfig, target_cfg: TargetConfig, objective: Objective | None = None) -> Drafter:
     """The drafter as pure functions; `objective` matters for training only."""
     layer = layer_of(cfg, target_cfg)
-    propose, go_on = by_level(partial(step, layer))
+    propose, draft_one = by_level(partial(step, layer))
     return Drafter(
         taps=TapSpec(rows=True),
         shared_params=lambda params: {k: params[k] for k in ("embed", "lm_head") if k in params},
@@ -127,7 +127,7 @@ def make(cfg: GlideConfig, target_cfg: TargetConfig, objective: Objective | None
         extend=partial(extend, layer),
         propose=propose,
         condense=partial(condense, layer),
-        draft_one=go_on,
+        draft_one=draft_one,
         loss=make_loss(layer, objective or Objective()),
         teacher_forced=partial(teacher_forced, layer),
     )
@@ -252,9 +252,9 @@ def make_loss(layer: GlideLayer, objective: Objective) -> DrafterLoss:
     ) -> tuple[Array, dict[str, Array]]:
         seen = masks.earlier_blocks(batch.position_BT, batch.segment_BT, layer.block_size)
         found = trace(layer, params, shared, batch, tapped, seen)
-        draft = learning.Draft(found.feature_BTD, batch.response_BT)
-        (parts,) = learning.token_losses(objective, shared, None, tapped.hidden_BTD, [draft])
-        return learning.weighted(objective.loss, parts, None, progress)
+        draft = distill_loss.Draft(found.feature_BTD, batch.response_BT)
+        (parts,) = distill_loss.token_losses(objective, shared, None, tapped.hidden_BTD, [draft])
+        return distill_loss.weighted(objective.loss, parts, None, progress)
 
     return loss
 

@@ -23,13 +23,13 @@ import jax.numpy as jnp
 
 from moa_jax.config import BorrowedConfig, IndependentConfig, Objective, TargetConfig
 from moa_jax.data.batch import Batch
-from moa_jax.drafters import learning, losses
-from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, TargetActivations, TapSpec
-from moa_jax.drafters.grow import Nodes, by_level
+from moa_jax.drafters import distill_loss, losses
+from moa_jax.drafters.api import Drafter, DrafterLoss, Params, Shared, TapSpec, TargetActivations
+from moa_jax.drafters.tree import Nodes, by_level
 from moa_jax.errors import InputError
 from moa_jax.files.copies import EMBEDDING, HEAD, check_rotary, with_own_head
 from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf
-from moa_jax.files.kinds import DrafterKind, FileLayout, Files, check_pairing, target_sizes
+from moa_jax.files.registry import DrafterKind, FileLayout, Files, check_pairing, target_sizes
 from moa_jax.model import convert, llama, masks
 
 Array = jax.Array
@@ -82,7 +82,7 @@ def make_borrowed(
 def _make(
     small: DraftModel, objective: Objective | None, init: Callable[[Array], Params]
 ) -> Drafter:
-    propose, go_on = by_level(partial(step, small))
+    propose, draft_one = by_level(partial(step, small))
     return Drafter(
         taps=TapSpec(),
         shared_params=lambda params: {name: params[name] for name in OUTER if name in params},
@@ -91,7 +91,7 @@ def _make(
         extend=partial(extend, small),
         propose=propose,
         condense=lambda params, length_B, tapped: (),
-        draft_one=go_on,
+        draft_one=draft_one,
         loss=make_loss(small, objective or Objective()),
         teacher_forced=partial(teacher_forced, small),
         head=partial(head, small),
@@ -165,14 +165,16 @@ def make_loss(small: DraftModel, objective: Objective) -> DrafterLoss:
         progress: Array,
     ) -> tuple[Array, dict[str, Array]]:
         feature_BTD = feature(small, params, shared, batch, tapped.hidden_BTD.dtype)
-        draft = learning.Draft(feature_BTD, batch.response_BT)
+        draft = distill_loss.Draft(feature_BTD, batch.response_BT)
         own_head = partial(head, small, params, shared)
-        (parts,) = learning.token_losses(objective, shared, own_head, tapped.hidden_BTD, [draft])
+        (parts,) = distill_loss.token_losses(
+            objective, shared, own_head, tapped.hidden_BTD, [draft]
+        )
         if not small.learns_features:
-            return learning.weighted(objective.loss, parts, None, progress)
+            return distill_loss.weighted(objective.loss, parts, None, progress)
         distance_BT = losses.smooth_l1(feature_BTD, tapped.hidden_BTD)
         parts["feature_loss"] = losses.answer_mean(distance_BT, batch.response_BT)
-        return learning.weighted(objective.loss, parts, parts["feature_loss"], progress)
+        return distill_loss.weighted(objective.loss, parts, parts["feature_loss"], progress)
 
     return loss
 

@@ -37,9 +37,9 @@ from jax import lax
 
 from moa_jax.config import DraftShape, LookupConfig, Objective, TargetConfig
 from moa_jax.drafters import api
-from moa_jax.drafters.api import NO_TOKEN, Drafter, CandidateSampler, Params, Shared, TapSpec, Tree
+from moa_jax.drafters.api import NO_TOKEN, CandidateSampler, Drafter, Params, Shared, TapSpec, Tree
 from moa_jax.errors import InputError
-from moa_jax.files.kinds import DrafterKind, FileLayout
+from moa_jax.files.registry import DrafterKind, FileLayout
 
 Array = jax.Array
 

@@ -1,8 +1,8 @@
 """Duplicate tensors: compared before one of them is ignored.
 
 Two stored tensors are copies if they are equal after a cast to the dtype of either one: a bfloat16
-file of a float32 model is a copy, and so is a float16 file of a bfloat16 model. Dequantised values
-are compared with a tolerance, since quantisation rounds more than any cast.
+file of a float32 model is a copy, and so is a float16 file of a bfloat16 model. Dequantized values
+are compared with a tolerance, since quantization rounds more than any cast.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import numpy as np
 
 from moa_jax.config import BlockConfig, TargetConfig
 from moa_jax.errors import InputError
-from moa_jax.files import folders
+from moa_jax.files import model_folder
 from moa_jax.files.casts import to_dtype
-from moa_jax.files.folders import TensorReader
+from moa_jax.files.model_folder import TensorReader
 from moa_jax.model.convert import Shape
 from moa_jax.model.layers import inverse_frequencies
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PIECE = 1 << 22  # numbers compared at a time, to limit memory
-# Relative error of a tensor: about 0.3 from two-bit quantisation, 1.4 for another model's tensor.
+# Relative error of a tensor: about 0.3 from two-bit quantization, 1.4 for another model's tensor.
 MOST_QUANTISED = 0.5
 
 
-def same(one: np.ndarray, other: np.ndarray, quantised: bool = False) -> bool:
+def same(one: np.ndarray, other: np.ndarray, quantized: bool = False) -> bool:
     """Whether two tensors are copies, over the rows that both have, compared in small pieces.
 
-    `quantised`: one of the tensors was dequantised.
+    `quantized`: one of the tensors was dequantized.
     """
     if one.shape[1:] != other.shape[1:]:
         return False
-    if quantised:
+    if quantized:
         parts = [_squares(*piece) for piece in _pieces(one, other)]
         error, size = np.sum(parts, axis=0)
         return bool(error <= MOST_QUANTISED**2 * size)
@@ -74,8 +74,8 @@ def differing(
             original = EMBEDDING  # the target is tied
         if name not in reader.shapes or original not in of_target.shapes:
             continue
-        quantised = of_target.stored(original).dtype not in folders.FLOATS
-        if not same(reader.read(name), of_target.read(original), quantised):
+        quantized = of_target.stored(original).dtype not in model_folder.FLOATS
+        if not same(reader.read(name), of_target.read(original), quantized):
             yield name, original
 
 
@@ -89,7 +89,7 @@ def check_files(folder: Path) -> None:
             f"{adapter}: an adapter is not read; merge it into the weights and remove this file"
         )
     seen: dict[str, TensorReader] = {}
-    for reader in folders.readers_of_files(folder):
+    for reader in model_folder.readers_of_files(folder):
         for name in reader.shapes:
             first = seen.setdefault(name, reader)
             if first is reader:

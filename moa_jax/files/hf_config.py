@@ -23,7 +23,7 @@ from moa_jax.files.config_keys import (
     refuse_keys,
     shown,
 )
-from moa_jax.files.kinds import check_pairing, mispaired
+from moa_jax.files.registry import check_pairing, mispaired
 from moa_jax.model.layers import inverse_frequencies
 
 ARCHITECTURES = {
@@ -140,8 +140,8 @@ def _refuse_variants(config: dict[str, Any], where: str, family: str, head_dim: 
     for key in ("quantization_config", "compression_config"):
         if config.get(key):
             raise InputError(
-                f"{where}: {key}: quantised weights are not read; use the unquantised model, and "
-                "--weights to quantise it as it is loaded"
+                f"{where}: {key}: quantized weights are not read; use the unquantized model, and "
+                "--weights to quantize it as it is loaded"
             )
     if (windowed := _windowed(config, where, family)) is not None:
         raise InputError(

@@ -10,7 +10,7 @@ from moa_jax.errors import InputError
 from moa_jax.files.config_keys import LAYER_NEUTRAL, Values, refuse_keys
 from moa_jax.files.copies import check_rotary
 from moa_jax.files.hf_config import ARCHITECTURES, target_config_from_hf, target_config_to_hf
-from moa_jax.files.kinds import FileLayout, Files, check_pairing, misstated, sizes_of_layer
+from moa_jax.files.registry import FileLayout, Files, check_pairing, misstated, sizes_of_layer
 
 
 class LayerSizes(Protocol):

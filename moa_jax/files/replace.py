@@ -21,8 +21,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from moa_jax.errors import InputError
-from moa_jax.files.folders import GGUF_INDEX, INDEX, SINGLE, WRITER, keep_mode, read_json
-from moa_jax.files.places import check_folder
+from moa_jax.files.model_folder import GGUF_INDEX, INDEX, SINGLE, WRITER, keep_mode, read_json
+from moa_jax.files.paths import check_folder
 
 _SHARD = r"model-\d{5}-of-\d{5}\.safetensors"
 _SCRATCH = ".moa-jax."

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moa_jax.errors import InputError
-from moa_jax.files.folders import file_hash, json_hash, read_json
-from moa_jax.files.places import size_and_time
+from moa_jax.files.model_folder import file_hash, json_hash, read_json
+from moa_jax.files.paths import size_and_time
 
 TokenIds = Mapping[str, int]
 

@@ -4,8 +4,7 @@ axes.py       the key to array names       llama.py      a whole target: one pas
 layers.py     the parts of a layer         masks.py      attention masks, with pictures
 cache.py      key-value caches             chunks.py     work along the token axis in chunks
 sharding.py   arrays on a mesh             convert.py    stored names <-> parameter trees
-pieces.py     top-k over a vocabulary      panels.py     weight layout for fast CPU matmuls
-attention.py  over caches and passes; its kernels are attention_gpu.py, attention_tpu.py, and
-              attention_intervals.py for training
-rotary.py     rotary position embeddings   quantise.py   8-bit weights
+topk.py       top-k over a vocabulary      quantize.py   8-bit weights
+attention.py  over caches and passes       rotary.py     rotary position embeddings
+kernels/      Pallas kernels of attention, and the CPU's layout of weights
 """

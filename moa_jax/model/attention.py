@@ -32,7 +32,7 @@ from jax import lax
 
 from moa_jax.model import cache, chunks, sharding
 from moa_jax.model.cache import KV
-from moa_jax.model.masks import IntervalMask, CacheMask
+from moa_jax.model.masks import CacheMask, IntervalMask
 from moa_jax.model.rotary import Rotation, rotate_packed
 from moa_jax.runtime.devices import traced_platform
 
@@ -44,14 +44,14 @@ QUERY_CHUNK = 512  # query tokens whose attention scores are stored at a time
 INTERVALS = "scores_of_intervals_"  # prefix of a named scope, before a number of parts: `flops.py`
 
 
-# `Intervals` or a mask (B, T, S) within a pass; a `Sight` over a cache.
+# An `IntervalMask` or a mask (B, T, S) within a pass; a `CacheMask` over a cache.
 Seen = Array | IntervalMask | CacheMask
 _by_einsum = ContextVar("_by_einsum", default=False)
 
 
 @contextlib.contextmanager
 def computed(way: Literal["blocks", "einsum"]) -> Iterator[None]:
-    """Context manager that traces `Intervals` with the block kernels, if any, or by einsum."""
+    """Context manager that traces an `IntervalMask` with the block kernels or by einsum."""
     before = _by_einsum.set(way == "einsum")
     try:
         yield
@@ -95,10 +95,10 @@ def _by_intervals(q_BKGTE: Array, kv: KV) -> ModuleType | None:
     """The kernels that support these heads on the traced device, or None."""
     if _by_einsum.get() or _kernels() is None:
         return None
-    from moa_jax.model import attention_intervals  # not at the top: importing Pallas is slow
+    from moa_jax.model.kernels import train_intervals  # not at the top: importing Pallas is slow
 
-    if attention_intervals.is_possible(q_BKGTE, kv):
-        return attention_intervals
+    if train_intervals.is_possible(q_BKGTE, kv):
+        return train_intervals
     T, E = q_BKGTE.shape[3:]
     _say(f"no kernel for rows of {T} tokens and heads of {E}", "their scores are stored")
     return None
@@ -171,9 +171,9 @@ def _kernels() -> ModuleType | None:
     platform = traced_platform()
     try:
         if platform == "tpu":
-            from moa_jax.model import attention_tpu as found
+            from moa_jax.model.kernels import decode_tpu as found
         elif platform == "gpu":
-            from moa_jax.model import attention_gpu as found
+            from moa_jax.model.kernels import decode_gpu as found
         else:
             return None
     except ImportError as error:

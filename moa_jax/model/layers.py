@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from moa_jax.config import BlockConfig, RopeScaling
-from moa_jax.model import cache, quantise, sharding
+from moa_jax.model import cache, quantize, sharding
 from moa_jax.model.attention import Seen, attend, attend_cached
 from moa_jax.model.cache import KV
+from moa_jax.model.kernels.cpu import Panels
 from moa_jax.model.masks import CacheMask
-from moa_jax.model.panels import Panels
 from moa_jax.model.rotary import Rotation, rotate, rotate_packed
 from moa_jax.runtime.devices import traced_platform
 
@@ -103,7 +103,7 @@ def _spread(vector: Array, x: Array) -> Array:
 
 
 class Linear(nn.Module):
-    """x @ kernel + bias; the kernel is (inputs, *outputs), quantised or not."""
+    """x @ kernel + bias; the kernel is (inputs, *outputs), quantized or not."""
 
     outputs: tuple[int, ...]
     bias: bool = False
@@ -116,9 +116,9 @@ class Linear(nn.Module):
         if not isinstance(kernel, Panels):  # Flax would reject the shape of a panel array
             kernel = self.param("kernel", init, (x.shape[-1], *self.outputs))
         if factor is None:
-            y = quantise.matmul(x, kernel, x.dtype)
+            y = quantize.matmul(x, kernel, x.dtype)
         else:
-            y = quantise.matmul(x, kernel, jnp.float32)
+            y = quantize.matmul(x, kernel, jnp.float32)
             y = (y * factor.reshape(*x.shape[:-1], *(1 for _ in self.outputs))).astype(x.dtype)
         if self.bias:
             y = y + _spread(self.param("bias", nn.initializers.zeros, self.outputs), y)
@@ -208,8 +208,8 @@ class Block(nn.Module):
     ) -> tuple[Array, KV, KV | None]:
         """The block's output, its new rows, and the cache with these rows written.
 
-        With `Intervals` or a mask (B, T, S) as `seen`, tokens attend to the P rows of `past`, if
-        any, and to each other; S is P + T, and no rows are written.
+        With an `IntervalMask` or a mask (B, T, S) as `seen`, tokens attend to the P rows of `past`,
+        if any, and to each other; S is P + T, and no rows are written.
         """
         y_BTD, rows, past = self.attention(self.input_norm.parts(x_BTD), turn, seen, past)
         x_BTD = x_BTD + y_BTD

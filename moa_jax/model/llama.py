@@ -4,7 +4,7 @@ Weights are a plain dict:
 
     embed (V, D)    layers    final_norm.scale (D,)    lm_head (D, V), absent when tied
 
-Any matrix may be quantised (`model/quantise.py`); its dtype is then the activations' dtype.
+Any matrix may be quantized (`model/quantize.py`); its dtype is then the activations' dtype.
 For decoding, `layers` is a list of L blocks, run one after the other: each weight and each cache
 is a separate array, so that nothing is copied. For training, `layers` is one block whose leaves
 have a leading L axis, run by `scan`, so that compile time does not depend on the depth. Prefill,
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moa_jax.config import BlockConfig, TargetConfig
-from moa_jax.model import cache, convert, masks, quantise, sharding
+from moa_jax.model import cache, convert, masks, quantize, sharding
 from moa_jax.model.attention import Seen
 from moa_jax.model.cache import KV
 from moa_jax.model.layers import INIT_STDDEV, Block, RMSNorm, rotation
@@ -35,9 +35,9 @@ Rows = tuple[KV, ...] | KV  # one per layer, or (L, B, K, T, E) if the layers ar
 class Context(NamedTuple):
     """Positions of the T tokens of a pass, and the rows that they attend to.
 
-    In decoding `seen` is a `Sight` of the caches, and the pass writes the tokens' rows to the
-    caches. In training `seen` is `Intervals` or a mask over the P past rows in `caches`, if any,
-    and the T rows of the pass.
+    In decoding `seen` is a `CacheMask` of the caches, and the pass writes the tokens' rows to the
+    caches. In training `seen` is an `IntervalMask` or a mask over the P past rows in `caches`, if
+    any, and the T rows of the pass.
     """
 
     position_BT: Array
@@ -79,15 +79,15 @@ def init_caches(cfg: TargetConfig, batch: int, rows: int, dtype: jnp.dtype) -> C
 def embed(params: Params, tokens_BT: Array, dtype: jnp.dtype | None = None) -> Array:
     """Token embeddings, in `dtype` or, by default, the weights' dtype."""
     tokens_BT = sharding.constrain_inner(tokens_BT, "head_rows")  # the table is not moved
-    x_BTD = sharding.constrain_inner(quantise.lookup(params["embed"], tokens_BT), "head_rows")
+    x_BTD = sharding.constrain_inner(quantize.lookup(params["embed"], tokens_BT), "head_rows")
     return x_BTD if dtype is None else x_BTD.astype(dtype)
 
 
 def unembed(params: Params, hidden_BTD: Array) -> Array:
     """Float32 logits (B, T, V) of final-normed states; uses the embedding if there is no head."""
     if "lm_head" in params:
-        return quantise.matmul(hidden_BTD, params["lm_head"], jnp.float32)
-    return quantise.matmul_rows(hidden_BTD, params["embed"], jnp.float32)
+        return quantize.matmul(hidden_BTD, params["lm_head"], jnp.float32)
+    return quantize.matmul_rows(hidden_BTD, params["embed"], jnp.float32)
 
 
 def final_norm(cfg: BlockConfig, params: Params, x_BTD: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Attention masks, queries before keys: `Intervals` in training, a `Sight` of caches in decoding.
+"""Attention masks, queries before keys: an `IntervalMask` in training, a `CacheMask` in decoding.
 
 True means visible in a boolean mask.
 """
@@ -29,8 +29,8 @@ class IntervalMask:
         last  0 1 2    x x .
                        . . x
 
-    All training masks are `Intervals`. In the last parts, one per number in `behind`, a token sees
-    at most one row: the row of the token `behind[i]` positions earlier.
+    Every training mask is an `IntervalMask`. In the last parts, one per number in `behind`, a token
+    sees at most one row: the row of the token `behind[i]` positions earlier.
     """
 
     first_PBT: Array
@@ -219,7 +219,7 @@ def cached(ancestor_BNX: Array, length_B: Array, rows: int) -> Array:
 
     Shape (B, N, rows). X nodes are stored at cache rows length to length + X - 1; the N attending
     nodes are the last N of the X. Later rows are left-overs and stay hidden. The ancestor matrix
-    of a prompt, a chain or a single token is a lower triangle, see `line`.
+    of a prompt, a chain or a single token is a lower triangle, see `causal_tree`.
 
         rows      0 1 2 | 3 4 5 | 6 7     length 3, N 3: a root with two children
         root      x x x | x . . | . .
@@ -243,7 +243,7 @@ def cached(ancestor_BNX: Array, length_B: Array, rows: int) -> Array:
 )
 @dataclasses.dataclass(frozen=True)
 class CacheMask:
-    """Visible cache rows of the T tokens of a pass, without a mask over all rows; see `sight`."""
+    """Visible cache rows of the T tokens of a pass, without a mask over all rows."""
 
     length_B: Array
     ancestor_BTX: Array | None

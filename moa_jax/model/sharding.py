@@ -282,7 +282,7 @@ def dividing(axes: convert.Axes, shape: Sequence[int], mesh: Mesh | AbstractMesh
 def specs_of(state: Any, mesh: Mesh | AbstractMesh) -> Any:
     """The mesh axes for decoding of arrays whose first axis, if any, is the rows of a batch.
 
-    Key-value caches are also split by heads, and `States` by features.
+    Key-value caches are also split by heads, and `HiddenCache` by features.
     """
     kept = {KV: ("rows", "kv_heads", None, None), HiddenCache: ("rows", None, "features")}
     axes = lambda part: kept.get(type(part), ("rows",))

@@ -2,13 +2,13 @@
 
     client                                              server
     embedding, SA, CA, head [+ last N layers]           whole target, LSA
-    half.py    DraftHalf: drafts, absorbs rows          slots.py   Slots: caches of all sessions
+    client_drafter.py: drafts, absorbs rows             server_target.py: all sessions' caches
          |                                                   |
-         +-- wire.py     the protocol: messages <-> bytes ---+
-             rows.py     rows of verified tokens <-> bytes
-             pairing.py  compares both sides' models at connection time
+         +-- protocol.py  messages <-> bytes ----------------+
+             rows.py      rows of verified tokens <-> bytes
+             pairing.py   compares both sides' models at connection time
 
-One round: `DraftHalf` drafts, `Verify` carries the draft to the server, `Slots` verifies it,
-`Committed` returns tokens and rows, and `DraftHalf` absorbs them. This package opens no sockets:
-infer/split has connections and scheduling; infer.client and infer.server are the programs.
+One round: `ClientDrafter` drafts, `Verify` carries the draft to the server, `TargetSlots` verifies
+it, `Committed` returns tokens and rows, and `ClientDrafter` absorbs them. This package opens no
+sockets: infer/split_client and infer/split_server have connections and scheduling.
 """

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from moa_jax.files import folders, parts, token_ids
+from moa_jax.files import client_files, model_folder, token_ids
 from moa_jax.pretrained import LoadedDrafter, Target
 
 Pairing = dict[str, str | int]
@@ -37,9 +37,9 @@ def pairing_of(target: Target, drafter: LoadedDrafter | None) -> Pairing:
     """
     config, drafter_sha256 = target.config, ""
     if drafter is not None and drafter.folder.is_dir():
-        drafter_sha256 = parts.model_hash(drafter.folder)
+        drafter_sha256 = client_files.model_hash(drafter.folder)
     elif drafter is not None:  # a method without files: its config identifies it
-        drafter_sha256 = folders.json_hash(dataclasses.asdict(drafter.config))
+        drafter_sha256 = model_folder.json_hash(dataclasses.asdict(drafter.config))
     tokens = token_ids.read_token_ids(target.folder)
     return {
         "method": drafter.method if drafter else "none",
@@ -47,7 +47,7 @@ def pairing_of(target: Target, drafter: LoadedDrafter | None) -> Pairing:
         "vocab_size": config.vocab_size,
         "hidden_size": config.block.hidden_size,
         "num_layers": config.num_layers,
-        "target_sha256": parts.model_hash(target.folder),
+        "target_sha256": client_files.model_hash(target.folder),
         "vocabulary": "" if tokens is None else token_ids.fingerprint(tokens),
         "drafter_sha256": drafter_sha256,
     }

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from moa_jax.split.wire import BadMessage, Codec
+from moa_jax.split.protocol import BadMessage, Codec
 
 # The largest finite bfloat16; larger numbers would be encoded as infinity.
 LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)

@@ -32,7 +32,7 @@ import orbax.checkpoint as ocp
 
 from moa_jax.config import DistillConfig, PretrainConfig
 from moa_jax.errors import InputError, first_line
-from moa_jax.files.places import check_folder, files_below, is_stored, lock, place
+from moa_jax.files.paths import check_folder, files_below, is_stored, lock, place
 from moa_jax.runtime.multihost import is_first, on_first
 from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.update import Params, TrainState

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from moa_jax.config import DistillConfig, TargetConfig
 from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.drafters import DRAFTERS, losses, method_of
-from moa_jax.drafters.api import Drafter, Shared, TargetActivations, TapSpec
+from moa_jax.drafters.api import Drafter, Shared, TapSpec, TargetActivations
 from moa_jax.errors import InputError
 from moa_jax.model import attention, chunks, convert, llama, masks, sharding
 from moa_jax.training.optim import optimizer

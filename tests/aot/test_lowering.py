@@ -28,7 +28,7 @@ from infer.bench.plan.lowering import (
 )
 from infer.bench.plan.machines import devices, has_compiler, machine
 from moa_jax.config import DraftShape
-from moa_jax.decode.room import CacheLimits
+from moa_jax.decode.limits import CacheLimits
 from moa_jax.decode.state import StaticConfig
 from moa_jax.drafters import DRAFTERS
 from moa_jax.model import llama, masks

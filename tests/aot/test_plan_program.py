@@ -14,7 +14,7 @@ from configs.shapes import SHAPES
 from infer.bench.plan import child, lowering, machines, training
 from infer.bench.plan.machines import GIB, machine
 from moa_jax.config import DistillConfig, Eagle3Config
-from moa_jax.decode.vocabulary import DraftVocabulary, save_vocabulary
+from moa_jax.decode.draft_vocabulary import DraftVocabulary, save_vocabulary
 from moa_jax.errors import InputError
 from tests.aot.compiling import needs, run_plan
 from tests.model_folders import refusal

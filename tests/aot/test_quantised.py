@@ -15,7 +15,7 @@ from infer.bench.plan.lowering import abstract_weights, compile_decode, num_byte
 from infer.bench.plan.machines import devices
 from moa_jax.decode.state import StaticConfig
 from moa_jax.drafters import DRAFTERS
-from moa_jax.model import quantise
+from moa_jax.model import quantize
 from tests.aot.test_lowering import DRAFTS, H200, LLAMA, needs_compiler, reported, session_rows
 
 EIGHT = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
@@ -45,13 +45,13 @@ def report(name: str) -> None:
     setup = setup_of(int(num_nodes))
     held = abstract_weights(setup, weights=weights)
     if control:
-        product = quantise.matmul
+        product = quantize.matmul
 
         def apart(x, kernel, dtype):
             wide = jax.lax.optimization_barrier(kernel.values.astype(x.dtype))
             return product(x, kernel._replace(values=wide), dtype)
 
-        quantise.matmul = apart
+        quantize.matmul = apart
     program = compile_decode(devices(H200)[0], setup, held, session_rows(int(num_nodes)))
     facts = {
         "moves": [list(move) for move in hlo.large_moves(program.hlo)],
@@ -62,9 +62,9 @@ def report(name: str) -> None:
     print(json.dumps(facts))
 
 
-@pytest.mark.parametrize("weights", quantise.FORMATS)
+@pytest.mark.parametrize("weights", quantize.FORMATS)
 def test_eight_bits_are_half_of_sixteen(weights):
-    """Scales and what is not quantised, the norms and a bias, are less than 1 % of the rest."""
+    """Scales and what is not quantized, the norms and a bias, are less than 1 % of the rest."""
     setup = setup_of(8)
     found = num_bytes(abstract_weights(setup, weights=weights))
     assert 0.5 < found / num_bytes(abstract_weights(setup)) < 0.505

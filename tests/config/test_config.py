@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from configs import demo_target, tiny
-from infer.flags.config_file import read_config
+from infer.cli.flags.config_file import read_config
 from moa_jax import config
 from moa_jax.config import MAX_DEPTH, DistillConfig, DraftShape, PretrainConfig
 from moa_jax.training.optim import schedule

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moa_jax.config import DataConfig
-from moa_jax.data import batches, chat, corpora, reference, rows
+from moa_jax.data import batches, chat, reference, rows, sources
 from moa_jax.data import tokenizer as tk
 from moa_jax.errors import InputError
 from tests.conftest import golden_cases
@@ -74,7 +74,7 @@ def mixed_parquet(path: Path, records: list[dict]) -> str:
 @pytest.mark.parametrize("name, save", [("a.jsonl", mixed_jsonl), ("a.parquet", mixed_parquet)])
 def test_one_file_may_hold_answers_of_all_kinds(tmp_path, tokenizer, name, save):
     """Text alone and ids alone, as earlier versions wrote them, and text with ids."""
-    (talk, *_) = corpora.read(CONVERSATIONS)
+    (talk, *_) = sources.read(CONVERSATIONS)
     messages = talk["messages"][:2]
     ids = {"prompt_ids": [5, 6], "token_ids": [7, 8, 9]}
     later = {"prompt_ids": [5, 6, 7, 8, 9, 4], "token_ids": [3]}
@@ -187,7 +187,7 @@ def test_few_rows_are_filled_up_with_empty_ones():
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer") / "small"
-    texts = (m["content"] for r in corpora.read(CONVERSATIONS) for m in r["messages"])
+    texts = (m["content"] for r in sources.read(CONVERSATIONS) for m in r["messages"])
     tk.train_tokenizer(texts, 512, folder)
     return tk.load_tokenizer(folder)
 
@@ -210,7 +210,7 @@ def test_load_keeps_all_conversations(tokenizer):
     assert report.response_tokens == source.rows.response_BT.sum()
     answers = [
         message["content"] + tk.END
-        for record in corpora.read(CONVERSATIONS)
+        for record in sources.read(CONVERSATIONS)
         for message in record["messages"]
         if message["role"] == "assistant"
     ]
@@ -251,7 +251,7 @@ def test_load_counts_what_it_drops(tokenizer, tmp_path):
 @pytest.mark.parametrize("answers", ["turns", "reference"])
 def test_load_ids_beside_messages(tokenizer, tmp_path, answers):
     """Records of ids keep theirs under either rule, whatever the template would make of them."""
-    talk = next(corpora.read(CONVERSATIONS))
+    talk = next(sources.read(CONVERSATIONS))
     ids = {"prompt_ids": [400, 3], "token_ids": [401, 2, 2, 511]}
     records = [
         ids,
@@ -308,7 +308,7 @@ def test_load_plain_text(tokenizer, tmp_path):
 def test_load_reference_answers(tokenizer):
     config = dataclasses.replace(CONFIG, answers="reference", pack=False)
     source, report = batches.load(config, tokenizer, 512, "train")
-    messages = next(corpora.read(CONVERSATIONS))["messages"]
+    messages = next(sources.read(CONVERSATIONS))["messages"]
     example = reference.reference_encode(tokenizer, messages, 512, 256)
     assert source.rows.response_BT[0].sum() == example.response_T.sum()
     _, turns = batches.load(CONFIG, tokenizer, 512, "train")
@@ -357,8 +357,8 @@ def test_reference_collation(folder):
 
 
 def test_committed_data_is_small_and_well_formed():
-    conversations = list(corpora.read(CONVERSATIONS))
-    questions = list(corpora.read(str(DATA / "questions.jsonl")))
+    conversations = list(sources.read(CONVERSATIONS))
+    questions = list(sources.read(str(DATA / "questions.jsonl")))
     assert (len(conversations), len(questions)) == (40, 12)
     for record in conversations:
         roles = [message["role"] for message in record["messages"]]

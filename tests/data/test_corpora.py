@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moa_jax.data import corpora, records
+from moa_jax.data import records
+from moa_jax.data import sources as sources_lib
 from moa_jax.errors import InputError
 
 CONVERSATIONS = Path(__file__).parent / "conversations.jsonl"
@@ -49,10 +50,10 @@ def parquet(path: Path) -> str:
 )
 def test_every_kind_of_file(tmp_path, name, make):
     path = make(tmp_path / name)
-    assert list(corpora.read(path)) == RECORDS
-    assert corpora.count(path) == len(RECORDS)
-    assert corpora.files_of(path) == [Path(path)]
-    assert list(corpora.read(path, ["set1"])) == RECORDS[1::2]
+    assert list(sources_lib.read(path)) == RECORDS
+    assert sources_lib.count(path) == len(RECORDS)
+    assert sources_lib.files_of(path) == [Path(path)]
+    assert list(sources_lib.read(path, ["set1"])) == RECORDS[1::2]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_places_count_blank_lines_and_other_sources(tmp_path, name, make, places
     path = make(tmp_path / name)
     places = places or ["record 1", "record 3", "record 5"]
     wanted = list(zip([f"{path} {place}" for place in places], RECORDS[::2], strict=True))
-    assert list(corpora.read_numbered(path, ["set0"])) == wanted
+    assert list(sources_lib.read_numbered(path, ["set0"])) == wanted
 
 
 def test_a_folder_is_read_in_the_order_of_names(tmp_path):
@@ -75,13 +76,13 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path):
     write(tmp_path / "a" / "x.jsonl.gz", gzip.compress(lines(RECORDS[:2])))
     write(tmp_path / "a" / "y.json", json.dumps(RECORDS[2]).encode())
     write(tmp_path / "README.md", b"# not data")
-    assert list(corpora.read(str(tmp_path))) == RECORDS
-    assert corpora.count(str(tmp_path)) == len(RECORDS)
+    assert list(sources_lib.read(str(tmp_path))) == RECORDS
+    assert sources_lib.count(str(tmp_path)) == len(RECORDS)
 
 
 def test_lines_are_streamed(tmp_path):
     path = write(tmp_path / "a.jsonl", lines() + b"{broken\n")
-    records = corpora.read(path)
+    records = sources_lib.read(path)
     assert [next(records) for _ in RECORDS] == RECORDS
     with pytest.raises(InputError, match=r"a\.jsonl line 6 is not JSON"):
         next(records)
@@ -89,7 +90,7 @@ def test_lines_are_streamed(tmp_path):
 
 def test_sources():
     def names(*sources):
-        return {r["source"] for r in corpora.read(str(CONVERSATIONS), sources)}
+        return {r["source"] for r in sources_lib.read(str(CONVERSATIONS), sources)}
 
     assert names("hotel", "talk") == {"moa-jax#hotel", "moa-jax#talk"}
     assert names("moa-jax#hotel") == {"moa-jax#hotel"}
@@ -100,12 +101,12 @@ def test_sources():
 def test_data_below_moa_data(tmp_path, monkeypatch):
     write(tmp_path / "chat" / "a.jsonl", lines())
     monkeypatch.setenv("MOA_DATA", str(tmp_path))
-    assert list(corpora.read("data:chat/a.jsonl")) == RECORDS
+    assert list(sources_lib.read("data:chat/a.jsonl")) == RECORDS
     with pytest.raises(InputError, match="no file or folder .*chat/b.jsonl"):
-        list(corpora.read("data:chat/b.jsonl"))
+        list(sources_lib.read("data:chat/b.jsonl"))
     monkeypatch.setenv("MOA_DATA", str(tmp_path / "gone"))
     with pytest.raises(InputError, match="set MOA_DATA"):
-        list(corpora.read("data:chat/a.jsonl"))
+        list(sources_lib.read("data:chat/a.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -132,20 +133,20 @@ def test_data_below_moa_data(tmp_path, monkeypatch):
 )
 def test_unreadable_files(tmp_path, name, content, fault):
     with pytest.raises(InputError, match=fault) as raised:
-        list(corpora.read(write(tmp_path / name, content)))
+        list(sources_lib.read(write(tmp_path / name, content)))
     assert "\n" not in str(raised.value)
 
 
 def test_a_record_that_cannot_be_read_is_skipped_by_those_who_count(tmp_path):
     good, smile = b'{"text": "good"}\n', b'{"text": "\\ud83d\\ude00"}\n'
     path = write(tmp_path / "a.jsonl", good + b"\xff\n" + smile + b"3\n" + b"{\n" + good)
-    found = list(corpora.read_all(path))
+    found = list(sources_lib.read_all(path))
     assert [place for place, _ in found] == [f"{path} line {n}" for n in range(1, 7)]
     told = [str(what) if isinstance(what, InputError) else what["text"] for _, what in found]
     assert told[0] == told[5] == "good" and told[2] == "\U0001f600"
     assert told[1] == told[4] == "not JSON in UTF-8; repair the line"
     assert told[3].startswith("not a JSON object")
-    assert corpora.count(path) == 6
+    assert sources_lib.count(path) == 6
 
 
 def test_a_parquet_row_that_is_no_text_spoils_no_other(tmp_path):
@@ -155,30 +156,30 @@ def test_a_parquet_row_that_is_no_text_spoils_no_other(tmp_path):
     texts = pyarrow.array([b"one", b"\xff", b"three"], pyarrow.binary())
     text = pyarrow.StringArray.from_buffers(3, *texts.buffers()[1:])  # unchecked
     parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
-    one, fault, three = (what for _, what in corpora.read_all(str(tmp_path)))
+    one, fault, three = (what for _, what in sources_lib.read_all(str(tmp_path)))
     assert (one, three) == ({"text": "one"}, {"text": "three"})
     assert str(fault) == "not text in UTF-8; repair the record"
     with pytest.raises(InputError, match=r"a\.parquet record 2 is not text in UTF-8"):
-        list(corpora.read(str(tmp_path)))
+        list(sources_lib.read(str(tmp_path)))
 
 
 def test_missing_and_empty(tmp_path):
     with pytest.raises(InputError, match="holds no data"):
-        list(corpora.read(str(tmp_path)))
+        list(sources_lib.read(str(tmp_path)))
     with pytest.raises(InputError, match="no file or folder"):
-        list(corpora.read(str(tmp_path / "a.jsonl")))
+        list(sources_lib.read(str(tmp_path / "a.jsonl")))
 
 
 def test_hub_reads_through_datasets(tmp_path):
     pytest.importorskip("datasets")  # it takes a folder where it takes a hub id
     write(tmp_path / "set" / "train.jsonl", lines())
-    assert list(corpora.read(f"hub:{tmp_path}/set/train", ["set0"])) == RECORDS[::2]
-    assert corpora.files_of(f"hub:{tmp_path}/set/train") == [tmp_path / "set" / "train.jsonl"]
-    assert corpora.count(f"hub:{tmp_path}/set/train") is None
+    assert list(sources_lib.read(f"hub:{tmp_path}/set/train", ["set0"])) == RECORDS[::2]
+    assert sources_lib.files_of(f"hub:{tmp_path}/set/train") == [tmp_path / "set" / "train.jsonl"]
+    assert sources_lib.count(f"hub:{tmp_path}/set/train") is None
     with pytest.raises(InputError, match="cannot open hub:.*check the name"):
-        list(corpora.read(f"hub:{tmp_path}/set/test"))
+        list(sources_lib.read(f"hub:{tmp_path}/set/test"))
     with pytest.raises(InputError, match="names no split"):
-        list(corpora.read("hub:ultrachat"))
+        list(sources_lib.read("hub:ultrachat"))
 
 
 @pytest.mark.parametrize(
@@ -199,15 +200,15 @@ def test_the_hub_is_asked_for_a_revision(name, asked, monkeypatch):
         return iter(RECORDS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert list(corpora.read(f"hub:{name}")) == RECORDS
+    assert list(sources_lib.read(f"hub:{name}")) == RECORDS
     assert heard == [asked]
 
 
 def test_hub_reads_what_datasets_saved(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.DatasetDict({"train": datasets.Dataset.from_list(RECORDS)}).save_to_disk(tmp_path)
-    assert list(corpora.read(f"hub:{tmp_path}/train")) == RECORDS
-    assert corpora.count(f"hub:{tmp_path}/train") == len(RECORDS)
+    assert list(sources_lib.read(f"hub:{tmp_path}/train")) == RECORDS
+    assert sources_lib.count(f"hub:{tmp_path}/train") == len(RECORDS)
 
 
 def test_tfds_reads_a_prepared_dataset(tmp_path, monkeypatch):
@@ -234,22 +235,22 @@ def test_tfds_reads_a_prepared_dataset(tmp_path, monkeypatch):
 
     in_folder = {"data_dir": tmp_path, "builder_kwargs": {"file_format": "array_record"}}
     monkeypatch.setattr(tfds, "data_source", functools.partial(tfds.data_source, **in_folder))
-    (record,) = corpora.read("tfds:small_chats/train")
+    (record,) = sources_lib.read("tfds:small_chats/train")
     assert record["count"] == 3
     assert records.messages_of(record) == MESSAGES
-    assert corpora.count("tfds:small_chats/train") == 1
+    assert sources_lib.count("tfds:small_chats/train") == 1
     with pytest.raises(InputError, match="cannot open tfds:small_chats/test"):
-        list(corpora.read("tfds:small_chats/test"))
+        list(sources_lib.read("tfds:small_chats/test"))
 
 
 def test_tfds_nested_values(monkeypatch):
     stored = [{"turns": {"role": np.array([b"user", b"gpt"], object)}, "ids": np.arange(2)}]
     fake = types.SimpleNamespace(data_source=lambda name, split: stored)
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", fake)
-    (record,) = corpora.read("tfds:group/chats/train")
+    (record,) = sources_lib.read("tfds:group/chats/train")
     assert record == {"turns": {"role": ["user", "gpt"]}, "ids": [0, 1]}
     stored.append({"text": b"\xff"})
-    _, (place, fault) = corpora.read_all("tfds:group/chats/train")
+    _, (place, fault) = sources_lib.read_all("tfds:group/chats/train")
     assert (place, str(fault)) == (
         "tfds:group/chats/train record 2",
         "not text in UTF-8; repair the record",
@@ -263,7 +264,7 @@ def test_a_failing_library_is_quoted(monkeypatch):
     fake = types.SimpleNamespace(data_source=data_source)
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", fake)
     with pytest.raises(InputError, match=r"cannot open tfds:x/train \(it wants .* library\)"):
-        list(corpora.read("tfds:x/train"))
+        list(sources_lib.read("tfds:x/train"))
 
 
 @pytest.mark.parametrize(
@@ -273,4 +274,4 @@ def test_a_failing_library_is_quoted(monkeypatch):
 def test_absent_packages_are_named(monkeypatch, path, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(InputError, match=f"pip install {package}"):
-        list(corpora.read(path))
+        list(sources_lib.read(path))

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from moa_jax.config import DataConfig
-from moa_jax.data import batches, corpora, encode, rows, shards, workers
+from moa_jax.data import batches, encode, rows, shards, sources, workers
 from moa_jax.data import tokenizer as tk
 from moa_jax.errors import InputError
 from tests.meeting import wait_for
@@ -31,7 +31,7 @@ VOCAB_SIZE = 512
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer") / "small"
-    texts = (m["content"] for r in corpora.read(str(CONVERSATIONS)) for m in r["messages"])
+    texts = (m["content"] for r in sources.read(str(CONVERSATIONS)) for m in r["messages"])
     tk.train_tokenizer(texts, VOCAB_SIZE, folder)
     return tk.load_tokenizer(folder)
 

@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from infer.bench.random_pair import random_drafter, random_target
-from infer.flags.mesh import mesh_sizes
+from infer.cli.flags.mesh import mesh_sizes
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import (
     BlockConfig,
@@ -41,11 +41,11 @@ from moa_jax.config import (
     TargetConfig,
 )
 from moa_jax.decode.costs import Costs, Place
+from moa_jax.decode.draft_vocabulary import DraftVocabulary
 from moa_jax.decode.engine import Engine, Request
 from moa_jax.decode.state import StaticConfig
-from moa_jax.decode.vocabulary import DraftVocabulary
-from moa_jax.files import placement
-from moa_jax.model import attention, convert, quantise, sharding
+from moa_jax.files import device_loader
+from moa_jax.model import attention, convert, quantize, sharding
 from moa_jax.model.cache import KV, HiddenCache
 from moa_jax.model.sharding import decoding_mesh
 from moa_jax.pretrained import (
@@ -56,7 +56,7 @@ from moa_jax.pretrained import (
     save_target,
     table_of,
 )
-from moa_jax.split.slots import DraftRequest, TargetSlots
+from moa_jax.split.server_target import DraftRequest, TargetSlots
 from tests.conftest import arrays_of
 from tests.pairs import as_recorded, options_of_case, prompts_of
 
@@ -268,7 +268,7 @@ def streamed(name: str, weights: str | None, mesh: Mesh) -> dict[str, Any]:
 
     Whatever is put on devices is in parts, so at no time does one of them hold a whole.
     """
-    put, parts = placement._put, []
+    put, parts = device_loader._put, []
 
     def watched(array: np.ndarray, where: Any) -> jax.Array:
         placed = put(array, where)
@@ -276,11 +276,11 @@ def streamed(name: str, weights: str | None, mesh: Mesh) -> dict[str, Any]:
         return placed
 
     folder_of(name)  # which needs whole weights
-    placement._put = watched
+    device_loader._put = watched
     try:
         loaded, draft = stored.__wrapped__(name, mesh, weights)
     finally:
-        placement._put = put
+        device_loader._put = put
     tables = (
         (loaded.params, convert.target_table(CONFIG)),
         (draft.params, table_of(draft, CONFIG)),
@@ -290,7 +290,7 @@ def streamed(name: str, weights: str | None, mesh: Mesh) -> dict[str, Any]:
         for path, packing in table.items():
             leaf = convert.leaf_at(params, path)
             spec = sharding.dividing(packing.axes, packing.shape, mesh)
-            where = quantise.sharding_as(path[-1:], leaf, NamedSharding(mesh, spec))
+            where = quantize.sharding_as(path[-1:], leaf, NamedSharding(mesh, spec))
             for one, at in zip(jax.tree.leaves(leaf), jax.tree.leaves(where), strict=True):
                 held = {shard.data.shape for shard in one.addressable_shards}
                 if held != {at.shard_shape(one.shape)}:

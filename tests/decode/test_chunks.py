@@ -83,11 +83,11 @@ def assert_same_start(found, expected, lengths=LENGTHS):
     for name in ("tokens_BC", "rounds_B"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     for name in ("length_B", "done_B"):
-        pair = (getattr(found.now, name), getattr(expected.now, name))
+        pair = (getattr(found.round, name), getattr(expected.round, name))
         np.testing.assert_array_equal(*pair, err_msg=name)
-    for ours, theirs in zip(found.now.said, expected.now.said, strict=True):
+    for ours, theirs in zip(found.round.token_counts, expected.round.token_counts, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    parts = lambda state: {"target": state.now.target_caches, "draft": state.now.draft_cache}
+    parts = lambda state: {"target": state.round.target_caches, "draft": state.round.draft_cache}
     leaves = zip(
         *(jax.tree.leaves_with_path(parts(state)) for state in (found, expected)), strict=True
     )

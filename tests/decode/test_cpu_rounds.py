@@ -16,8 +16,9 @@ from moa_jax.config import DraftShape
 from moa_jax.decode import step
 from moa_jax.decode.programs import Programs
 from moa_jax.decode.session import GREEDY
-from moa_jax.model import attention, panels, quantise
-from moa_jax.model.panels import Panels
+from moa_jax.model import attention, quantize
+from moa_jax.model.kernels import cpu
+from moa_jax.model.kernels.cpu import Panels
 from moa_jax.pretrained import load_target, save_target
 from tests.model_folders import save_random_pair
 from tests.pairs import NO_STOP, PROMPTS, Pair
@@ -92,7 +93,7 @@ def test_reading_as_far_as_is_used_copies_no_whole_cache(pair):
 def test_a_batch_goes_in_and_out_of_its_rounds_without_copies(pair):
     """Not even of rows with an axis of 1, which looks like another order of the same numbers."""
     state, limits, law, _ = pair.plain.start([[5, 6, 7]] * 2, 9, NO_STOP, GREEDY)
-    shape = ",".join(map(str, state.now.target_caches[0].k_BKSE.shape))
+    shape = ",".join(map(str, state.round.target_caches[0].k_BKSE.shape))
     program = pair.plain.loop(state, limits, law).as_text()
     assert f"f32[{shape}]" in program and not re.search(rf"= f32\[{shape}\]\S* copy\(", program)
 
@@ -103,12 +104,12 @@ def test_a_batch_goes_in_and_out_of_its_rounds_without_copies(pair):
 def test_panels_change_no_text(pair, shape, monkeypatch):
     def texts() -> list[list[int]]:
         session = Session(pair.target, shape and pair.drafter, shape)
-        cut = [isinstance(leaf, Panels) for leaf in quantise.matrices(session.weights)]
-        assert sum(cut) >= 9 if panels.is_fast() else not any(cut)
+        cut = [isinstance(leaf, Panels) for leaf in quantize.matrices(session.weights)]
+        assert sum(cut) >= 9 if cpu.is_fast() else not any(cut)
         return [result.token_ids for result in session.generate(PROMPTS, 20, NO_STOP)]
 
     found = texts()
-    monkeypatch.setattr(panels, "is_fast", lambda: False)
+    monkeypatch.setattr(cpu, "is_fast", lambda: False)
     assert texts() == found
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from infer.flags.pair import DEMO
+from infer.cli.flags.pair import DEMO
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.data import chat
 from moa_jax.data.tokenizer import load_tokenizer

@@ -435,7 +435,7 @@ def test_a_row_that_somebody_left_is_empty(make, monkeypatch):
     def noted(program, rounds):
         flight = send(program, rounds)
         now = engine._seats._state.now
-        known_B = now.length_B if now.behind is None else now.behind.known_B
+        known_B = now.length_B if now.draft_lag is None else now.draft_lag.draft_len_B
         rows.append(list(zip(flight.texts, now.length_B.tolist(), known_B.tolist(), strict=True)))
         return flight
 

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from infer.flags.mesh import mesh_sizes
-from infer.flags.pair import DEMO
+from infer.cli.flags.mesh import mesh_sizes
+from infer.cli.flags.pair import DEMO
 from infer.info import ROOT
 from moa_jax import InputError, Session, load_drafter, load_target
 from moa_jax.model import sharding

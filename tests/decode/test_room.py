@@ -2,7 +2,7 @@
 
 import pytest
 
-from moa_jax.decode.room import CacheLimits
+from moa_jax.decode.limits import CacheLimits
 from moa_jax.errors import InputError
 
 
@@ -21,7 +21,7 @@ def takes(room: CacheLimits, prompt_length: int, wanted: int) -> bool:
 )
 def test_exactly_what_fits_is_taken(room):
     for prompt_length in range(1, 130):
-        fits = room.behind(prompt_length)
+        fits = room.max_new_tokens(prompt_length)
         assert fits == 0 or takes(room, prompt_length, fits)
         assert not takes(room, prompt_length, fits + 1)
 

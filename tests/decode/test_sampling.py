@@ -16,11 +16,11 @@ import torch
 from transformers.generation import logits_process as hf
 
 from moa_jax.config import DraftShape, Sampling
-from moa_jax.decode import sample, step
-from moa_jax.decode.sample import TokenCounts, make_batch_sampling
+from moa_jax.decode import sampling, step
+from moa_jax.decode.sampling import TokenCounts, make_batch_sampling
 from moa_jax.decode.session import rows_of
 from moa_jax.decode.state import RoundState, StaticConfig, Vocabulary, Weights
-from moa_jax.model import pieces
+from moa_jax.model import topk
 from tests.model_folders import refusal
 from tests.sampling_law import PLAIN, law_by_definition
 
@@ -80,7 +80,7 @@ def law_by_transformers(logits_V, seen: set[int], row: Sampling, answer: list[in
 
 @jax.jit
 def our_log_law(law, logits_BNV, said):
-    return sample.log_probs(law, sample.apply_penalties(law, logits_BNV, said, law.bias_BV))
+    return sampling.log_probs(law, sampling.apply_penalties(law, logits_BNV, said, law.bias_BV))
 
 
 def random_logits(spread: float, seed: int = 0) -> tuple[np.ndarray, TokenCounts]:
@@ -117,17 +117,19 @@ def test_what_was_said_is_found_in_texts():
     tokens_BC = np.array([[1, 1, 2, 1, 3, 3, 7], [4, 5, 6, 6, 6, -1, -1]])
     law = make_batch_sampling([Sampling(repetition_penalty=2.0, presence_penalty=1.0)] * 2, V)
     prompt_length_B, count_B = np.array([2, 1]), np.array([6, 7])
-    said = sample.counts_in(law, tokens_BC, prompt_length_B, V, count_B)
+    said = sampling.counts_in(law, tokens_BC, prompt_length_B, V, count_B)
     assert [set(np.flatnonzero(seen_V)) for seen_V in said.seen] == [{1, 2, 3}, {4, 5, 6}]
     np.testing.assert_array_equal(
         said.times, [np.bincount(row, minlength=V) for row in ([2, 1, 3, 3], [5, 6, 6, 6])]
     )
-    some = sample.counts_in(law, tokens_BC, prompt_length_B, V, np.array([4, 2]))
+    some = sampling.counts_in(law, tokens_BC, prompt_length_B, V, np.array([4, 2]))
     more_BT = np.array([[3, 3, 9], [6, 6, 6]])
-    some = sample.add_answer_tokens(some, more_BT, np.array([2, 3]))
+    some = sampling.add_answer_tokens(some, more_BT, np.array([2, 3]))
     for ours, theirs in zip(some, said, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    assert sample.counts_in(sample.BatchSampling(), tokens_BC, prompt_length_B, V) == TokenCounts()
+    assert (
+        sampling.counts_in(sampling.BatchSampling(), tokens_BC, prompt_length_B, V) == TokenCounts()
+    )
 
 
 def test_settings_that_are_off_change_nothing():
@@ -140,7 +142,7 @@ def test_settings_that_are_off_change_nothing():
     np.testing.assert_allclose(
         our_log_law(off, logits_BNV[:1], TokenCounts()), log_BNV[:1], rtol=1e-6
     )
-    assert make_batch_sampling([Sampling(seed=5)], V) == sample.BatchSampling()
+    assert make_batch_sampling([Sampling(seed=5)], V) == sampling.BatchSampling()
 
 
 def test_keys_are_those_that_jax_makes_of_seeds():
@@ -178,7 +180,7 @@ def test_what_is_kept_is_what_sorting_keeps(size, ties):
     logits_BNV = (np.round(logits_BNV) if ties else logits_BNV).astype(np.float32)
     law, decided = make_batch_sampling(rows, size + 3), 0
     log_BNV = np.asarray(jax.jit(jax.nn.log_softmax)(logits_BNV))
-    found_BNV = np.asarray(jax.jit(sample._kept)(law, log_BNV))
+    found_BNV = np.asarray(jax.jit(sampling._kept)(law, log_BNV))
     for b, n in itertools.product(*map(range, log_BNV.shape[:2])):
         row = rows[b]
         kept_V, margin = kept_by_sorting(log_BNV[b, n], row.top_k or size, row.top_p)
@@ -193,15 +195,15 @@ def test_top_p_counts_no_more_equals_than_top_k_has_room_for():
     log_BNV = np.log(np.array([0.1, 0.4, 0.1, 0.3, 0.1], np.float32))[None, None]
     for p, kept in ((0.86, [0, 1, 0, 1, 0]), (0.89, [1, 1, 1, 1, 1])):
         law = make_batch_sampling([Sampling(temperature=1, top_k=3, top_p=p)], 5)
-        assert sample._kept(law, log_BNV)[0, 0].tolist() == kept
+        assert sampling._kept(law, log_BNV)[0, 0].tolist() == kept
 
 
 def test_pieces_change_nothing_that_is_kept(monkeypatch):
     log_BNV = jax.nn.log_softmax(np.random.default_rng(2).normal(size=(1, 4, 57)))
     law = make_batch_sampling([Sampling(temperature=1, top_k=40, top_p=0.8)], 57)
-    whole_BNV = sample._kept(law, log_BNV)
-    monkeypatch.setattr(pieces, "PIECE", 8)
-    np.testing.assert_array_equal(sample._kept(law, log_BNV), whole_BNV)
+    whole_BNV = sampling._kept(law, log_BNV)
+    monkeypatch.setattr(topk, "PIECE", 8)
+    np.testing.assert_array_equal(sampling._kept(law, log_BNV), whole_BNV)
     assert 0 < whole_BNV.sum() < whole_BNV.size
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from moa_jax.decode import sample
+from moa_jax.decode import sampling
 from moa_jax.decode.verify import verify
 from moa_jax.drafters.api import NO_TOKEN, Tree
 
@@ -82,7 +82,7 @@ def tree_of(paths: tuple, tokens_BN: np.ndarray) -> Tree:
 
 
 our_verify = jax.jit(verify, static_argnums=2)
-our_children = jax.jit(sample.children, static_argnums=1)
+our_children = jax.jit(sampling.children, static_argnums=1)
 
 
 def output_laws(paths: tuple, drafts: list, target: dict, drafter: dict, choice_law):
@@ -145,7 +145,7 @@ def sampled(reject):
     return choice_law
 
 
-our_reject = jax.jit(sample.reject)
+our_reject = jax.jit(sampling.reject)
 
 
 @pytest.mark.parametrize(("size", "paths"), TREES)

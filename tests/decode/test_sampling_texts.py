@@ -18,17 +18,17 @@ import torch
 
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Sampling
-from moa_jax.decode import sample, step
-from moa_jax.decode.sample import make_batch_sampling
+from moa_jax.decode import sampling, step
+from moa_jax.decode.sampling import make_batch_sampling
 from moa_jax.decode.state import (
     DecodeState,
-    StopConditions,
     RoundState,
     StaticConfig,
+    StopConditions,
     Vocabulary,
     Weights,
 )
-from moa_jax.drafters import grow
+from moa_jax.drafters import tree as tree_lib
 from moa_jax.drafters.api import Drafter, TapSpec
 from tests.oracle import random_pair
 from tests.pairs import NO_STOP
@@ -57,7 +57,7 @@ def table_drafter(logits_VV) -> Drafter:
             head_DU = shared.get("lm_head")
             return logits_BWV if head_DU is None else logits_BWV @ head_DU, cache
 
-        return grow.grow(level, cache, root_B, shape, guide)
+        return tree_lib.grow(level, cache, root_B, shape, guide)
 
     nothing = lambda *arguments: ()
     return Drafter(TapSpec(), lambda params: {}, None, nothing, nothing, propose, None, None, None)
@@ -76,10 +76,10 @@ def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
     law = make_batch_sampling(rows, SIZE)
     spread = lambda a: None if a is None else jnp.repeat(jnp.asarray(a), ROWS, axis=0)
     key_B = jax.vmap(jax.random.key)(jnp.arange(B, dtype=jnp.uint32))
-    law = sample.BatchSampling(key_B, *map(spread, law[1:]))
+    law = sampling.BatchSampling(key_B, *map(spread, law[1:]))
     setup = StaticConfig(SimpleNamespace(vocab_size=SIZE), table_drafter(LOGITS_VV[1]), shape)
     zero_B, zero_B2R = jnp.zeros(B, jnp.int32), jnp.zeros((B, 2, TOKENS + 1), jnp.int32)
-    said = sample.counts_in(law, zero_B[:, None], zero_B + 1, SIZE)
+    said = sampling.counts_in(law, zero_B[:, None], zero_B + 1, SIZE)
     now = RoundState(zero_B, zero_B > 0, said, draft_cache=())
     tokens_BC = jnp.zeros((B, TOKENS + shape.levels + 2), jnp.int32)
     state = DecodeState(now, tokens_BC, zero_B, zero_B2R)
@@ -159,12 +159,12 @@ def with_broken_residual(law_BNV, *rest):
     return unbroken(law_BNV, *rest)._replace(residual_BNV=law_BNV)
 
 
-unbroken = sample.reject
+unbroken = sampling.reject
 
 
 @pytest.mark.slow
 def test_a_broken_residual_shows_in_the_texts(monkeypatch):
-    monkeypatch.setattr(sample, "reject", with_broken_residual)
+    monkeypatch.setattr(sampling, "reject", with_broken_residual)
     (texts,) = table_texts(monkeypatch, STATIC, [PLAIN])
     assert p_value(texts, table_law(PLAIN)) < LEAST_P / 100
 
@@ -266,13 +266,13 @@ def test_penalties_of_answers_alone(pair, shape):
 def text_by_definition(pair: SampledPair, i: int, row: Sampling) -> list[int]:
     """What follows the i-th prompt."""
     prompt, answer = PROMPTS[i], []
-    law = sample.make_batch_sampling(
+    law = sampling.make_batch_sampling(
         [dataclasses.replace(row, temperature=1.0)], 24
     )  # for the noise
     for position in range(len(prompt), len(prompt) + 20):
         (logits_V,) = pair.logits_of([[*prompt, *answer]])
         law_V = law_by_definition(logits_V, {*prompt, *answer}, row, answer)
-        noise_V = sample.gumbel(law, sample.TARGET, jnp.array([[position]]), 24)[0, 0]
+        noise_V = sampling.gumbel(law, sampling.TARGET, jnp.array([[position]]), 24)[0, 0]
         with np.errstate(divide="ignore"):
             answer.append(int(np.argmax(np.log(law_V) + noise_V)))
     return answer
@@ -371,5 +371,5 @@ def test_sampled_candidates_of_a_pair_change_no_law(pair):
     law = law_of_texts(PROMPTS[0], SHARP, pair.logits_of)
     assert p_value(texts_of(pair.new_session(STATIC), SHARP), law) > LEAST_P
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample, "reject", with_broken_residual)
+        patch.setattr(sampling, "reject", with_broken_residual)
         assert p_value(texts_of(pair.new_session(STATIC), SHARP), law) < LEAST_P / 100

@@ -9,7 +9,7 @@ import pytest
 
 from infer.bench.inputs import TEXTS
 from infer.bench.suites import load_suite
-from infer.flags.prompts import asking, tokenizer_of
+from infer.cli.flags.prompts import asking, tokenizer_of
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape
 from moa_jax.decode.exactness import compare

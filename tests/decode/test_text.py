@@ -11,7 +11,7 @@ from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
 from infer.openai.tokens import _bytes_of_characters
-from moa_jax.decode.text import (
+from moa_jax.decode.detokenize import (
     HALF,
     Detokenizer,
     GrowingText,

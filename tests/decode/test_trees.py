@@ -11,7 +11,7 @@ from moa_jax import InputError, Result, Session
 from moa_jax.config import DraftShape
 from moa_jax.decode import step
 from moa_jax.decode.session import GREEDY
-from moa_jax.drafters import grow
+from moa_jax.drafters import tree as tree_lib
 from moa_jax.drafters.api import NO_TOKEN, CandidateSampler
 from tests.compare import assert_close
 from tests.conftest import golden_cases
@@ -37,7 +37,7 @@ def tree_session(folder, name: str) -> tuple[Session, object]:
 
     @jax.jit
     def shown(weights, state, limits, law):
-        propose, select, trees, scores = step.propose, grow.select, [], []
+        propose, select, trees, scores = step.propose, tree_lib.select, [], []
 
         def noted(*arguments):
             trees.append(propose(*arguments))
@@ -49,7 +49,7 @@ def tree_session(folder, name: str) -> tuple[Session, object]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step, "propose", noted)
-            patch.setattr(grow, "select", scored)
+            patch.setattr(tree_lib, "select", scored)
             state = step.advance(session.setup, weights, state, limits, law)
         ((tree, _),) = trees
         return tree, scores, state  # no scores of a chain, from which nothing is left out
@@ -192,7 +192,7 @@ def table_step(table_VV):
 
 def grown(table_VV, shape, root=0):
     fed = table_step(jnp.asarray(table_VV, jnp.float32))
-    return jax.jit(lambda: grow.grow(fed, 0, jnp.array([root]), shape, GUIDE))()
+    return jax.jit(lambda: tree_lib.grow(fed, 0, jnp.array([root]), shape, GUIDE))()
 
 
 def paths_of(tree):
@@ -254,7 +254,7 @@ def test_static_tree_takes_candidates_by_rank():
     assert paths_of(tree) == expected
     ancestor_NN = np.asarray(tree.ancestor_BNN[0])
     np.testing.assert_array_equal(
-        ancestor_NN, grow.ancestors(tree.parent_BN, STATIC.depth)[0], "static ancestors"
+        ancestor_NN, tree_lib.ancestors(tree.parent_BN, STATIC.depth)[0], "static ancestors"
     )
 
 

@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import moa_jax
-from infer.program import run
+from infer.cli.program import run
 from moa_jax.config import BlockConfig, Eagle3Config, TargetConfig
-from moa_jax.data import chat, corpora
+from moa_jax.data import chat, sources
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.decode.vocabulary import (
+from moa_jax.decode.draft_vocabulary import (
     DraftVocabulary,
     check_size,
     count_tokens,
@@ -29,7 +29,7 @@ from moa_jax.decode.vocabulary import (
     vocabulary_of,
 )
 from moa_jax.errors import InputError
-from moa_jax.files.folders import file_hash
+from moa_jax.files.model_folder import file_hash
 from moa_jax.files.token_ids import fingerprint, read_token_ids
 from moa_jax.pretrained import SpecialIds, Target, describe_target
 from tests.model_folders import refusal
@@ -40,7 +40,7 @@ from train.distill import with_vocabulary
 DEMO = Path(moa_jax.__file__).parent / "demo" / "target"
 CONVERSATIONS = Path(__file__).parents[1] / "data" / "conversations.jsonl"
 
-# The example in the docstring of moa_jax/decode/vocabulary.py, written by hand.
+# The example in the docstring of moa_jax/decode/draft_vocabulary.py, written by hand.
 IDS = np.array([1, 4, 5], np.int32)
 D2T = np.array([1, 3, 3], np.int64)
 T2D = np.array([0, 1, 0, 0, 1, 1, 0, 0], bool)
@@ -256,7 +256,7 @@ def write(path: Path, *records: dict) -> Path:
 def counted_answers(limit: int) -> Counter[int]:
     """Tokens of the answers' texts and end marks, without the code that finds answers."""
     tokenizer = load_tokenizer(DEMO)
-    records = list(corpora.read(str(CONVERSATIONS)))[:limit]
+    records = list(sources.read(str(CONVERSATIONS)))[:limit]
     answers = [
         message["content"].strip() + "<|end|>"
         for record in records

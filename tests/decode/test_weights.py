@@ -1,4 +1,4 @@
-"""Exactness with quantised weights: drafts change nothing of what the same weights write alone."""
+"""Exactness with quantized weights: drafts change nothing of what the same weights write alone."""
 
 # ruff: noqa: F811 (an imported fixture is an argument too)
 
@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from infer.flags.pair import DEMO
+from infer.cli.flags.pair import DEMO
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import (
     BorrowedConfig,
@@ -21,8 +21,8 @@ from moa_jax.config import (
 )
 from moa_jax.data import chat
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.decode.vocabulary import DraftVocabulary
-from moa_jax.model.quantise import format_of, quantise_params
+from moa_jax.decode.draft_vocabulary import DraftVocabulary
+from moa_jax.model.quantize import format_of, quantize_params
 from moa_jax.pretrained import LoadedDrafter, Target
 from tests.drafting import CHAIN, TREE, assert_changes_nothing, calm_target, untrained  # noqa: F401
 from tests.pairs import NO_STOP, PROMPTS
@@ -40,7 +40,7 @@ CONFIGS = {
 def eight_bits(target: Target, weights: str) -> Target:
     """The same target in a format, under a name of its own; on any hardware."""
     folder = target.folder.with_name(f"{target.folder.name}-{weights}")
-    return target._replace(params=quantise_params(target.params, weights), folder=folder)
+    return target._replace(params=quantize_params(target.params, weights), folder=folder)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def target(calm_target) -> Target:
 
 def drafter_of(target: Target, method: str, config: object) -> LoadedDrafter:
     drafter = untrained(target, method, config)
-    drafter = drafter._replace(params=quantise_params(drafter.params, "int8"))
+    drafter = drafter._replace(params=quantize_params(drafter.params, "int8"))
     assert format_of(drafter.params) == format_of(target.params) == "int8"
     return drafter
 
@@ -90,7 +90,7 @@ def test_drafts_with_a_borrowed_embedding_and_head_change_no_text(target):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_draft_vocabulary_is_a_slice_of_the_quantised_head(target, tied):
+def test_a_draft_vocabulary_is_a_slice_of_the_quantized_head(target, tied):
     """Only tokens of the slice are drafted, and they are right or wrong as any others."""
     if tied:
         config = dataclasses.replace(target.config, tie_word_embeddings=True)
@@ -109,7 +109,7 @@ def test_a_draft_vocabulary_is_a_slice_of_the_quantised_head(target, tied):
 
 @pytest.mark.slow
 def test_the_bundled_pair_in_eight_bits():
-    """Quantised as it is loaded; greedy and sampled."""
+    """Quantized as it is loaded; greedy and sampled."""
     target = load_target(DEMO / "target", weights="int8")
     drafter = load_drafter(DEMO / "draft", target, weights="int8")
     assert format_of(target.params) == format_of(drafter.params) == "int8"

@@ -30,8 +30,8 @@ from moa_jax.config import (
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS, losses
 from moa_jax.drafters.api import TargetActivations
-from moa_jax.drafters.grow import Nodes
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
+from moa_jax.drafters.tree import Nodes
 from moa_jax.errors import InputError
 from moa_jax.model import convert, masks
 from moa_jax.model.cache import KV

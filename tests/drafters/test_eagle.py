@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from infer import convert
+from infer.cli.program import run
 from infer.peers import unpickle
-from infer.program import run
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import (
     ChunkConfig,
@@ -27,8 +27,8 @@ from moa_jax.config import (
     Objective,
 )
 from moa_jax.data.batch import Batch
-from moa_jax.decode.vocabulary import vocabulary_of
-from moa_jax.drafters import eagle, eagle3, feedback
+from moa_jax.decode.draft_vocabulary import vocabulary_of
+from moa_jax.drafters import eagle, eagle3, eagle_common
 from moa_jax.drafters.api import CandidateSampler
 from moa_jax.model import masks
 from moa_jax.pretrained import save_drafter
@@ -103,10 +103,10 @@ def test_draft_loss_and_gradients(folder, noise):
             tapped = tap(target.config, functions, target.params, batch, jnp.float32)
             shared = functions.shared_params(target.params)
             given = (params, shared, batch)
-            inputs = feedback.training_inputs(layer, *given, tapped, noise_2BTD)
+            inputs = eagle_common.training_inputs(layer, *given, tapped, noise_2BTD)
             if noise_2BTD is not None:
                 inputs = inputs._replace(goal_BTD=inputs.goal_BTD + noise_2BTD[0])
-            return feedback.loss_of(layer, objective, *given, inputs, jnp.float32(0))
+            return eagle_common.loss_of(layer, objective, *given, inputs, jnp.float32(0))
 
         return jax.grad(loss, has_aux=True)(params)
 
@@ -133,8 +133,8 @@ def test_draft_features(folder):
     def features(batch):
         tapped = tap(target.config, functions, target.params, batch, jnp.float32)
         embedding_BTD = target.params["embed"][batch.tokens_BT]
-        inputs = feedback.TrainingInputs(embedding_BTD, tapped.hidden_BTD, tapped.hidden_BTD)
-        return feedback.passes(layer, drafter.params, inputs, batch, 1)[0]
+        inputs = eagle_common.TrainingInputs(embedding_BTD, tapped.hidden_BTD, tapped.hidden_BTD)
+        return eagle_common.passes(layer, drafter.params, inputs, batch, 1)[0]
 
     real_BT = np.asarray(batch.segment_BT[:, 1:] > 0)
     ours, theirs = features(batch)[:, 1:], arrays["noise0/feature"][:, :-1]

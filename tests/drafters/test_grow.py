@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from moa_jax.config import DraftShape
-from moa_jax.drafters import grow
+from moa_jax.drafters import tree as tree_lib
 from moa_jax.drafters.api import CandidateSampler
-from moa_jax.model import pieces
-from moa_jax.model.pieces import PIECE
+from moa_jax.model import topk
+from moa_jax.model.topk import PIECE
 from tests.drafting import shown
 
 GUIDE = CandidateSampler(lambda x, _: x, None, None, 10)
@@ -32,7 +32,7 @@ def step(fed: list, tokens_BW, ancestor_BWX, depth):
 @pytest.fixture
 def example(monkeypatch):
     """What the stages of a dynamic tree gave, by the names of the docstring."""
-    seen, frontier, select = {}, grow._frontier, grow.select
+    seen, frontier, select = {}, tree_lib._frontier, tree_lib.select
 
     def keep_frontier(level, flat, breadth):
         below, score_BW, best_BW = frontier(level, flat, breadth)
@@ -44,9 +44,9 @@ def example(monkeypatch):
         seen.update(score_BX=jnp.exp(flat.score_BX[0]))
         return select(root_B, flat, shape)
 
-    monkeypatch.setattr(grow, "_frontier", keep_frontier)
-    monkeypatch.setattr(grow, "select", keep_flat)
-    tree, seen["fed"] = grow.grow(step, [], jnp.array([5]), DraftShape(4, 2, 4), GUIDE)
+    monkeypatch.setattr(tree_lib, "_frontier", keep_frontier)
+    monkeypatch.setattr(tree_lib, "select", keep_flat)
+    tree, seen["fed"] = tree_lib.grow(step, [], jnp.array([5]), DraftShape(4, 2, 4), GUIDE)
     return seen | {name: np.asarray(x)[0] for name, x in tree._asdict().items() if x is not None}
 
 
@@ -55,18 +55,20 @@ def example(monkeypatch):
     ["tokens_BX", "score_BX", "parent_BX", "best_BW", "tokens_BN", "parent_BN", "depth_BN"],
 )
 def test_the_example_of_a_dynamic_tree(example, name):
-    np.testing.assert_allclose(example[name], shown(grow.__doc__, name), rtol=1e-6)
+    np.testing.assert_allclose(example[name], shown(tree_lib.__doc__, name), rtol=1e-6)
 
 
 def test_the_steps_between(example):
-    best_W = np.array(shown(grow.__doc__, "best_BW"))
-    assert shown(grow.__doc__, "slot_BW") == (best_W // 2).tolist()
-    assert shown(grow.__doc__, "place_BW") == (1 + 2 + best_W).tolist()
-    assert example["parent_BX"][6::2].tolist() == shown(grow.__doc__, "place_BW")
-    score_X = np.array(shown(grow.__doc__, "score_BX"))
+    best_W = np.array(shown(tree_lib.__doc__, "best_BW"))
+    assert shown(tree_lib.__doc__, "slot_BW") == (best_W // 2).tolist()
+    assert shown(tree_lib.__doc__, "place_BW") == (1 + 2 + best_W).tolist()
+    assert example["parent_BX"][6::2].tolist() == shown(tree_lib.__doc__, "place_BW")
+    score_X = np.array(shown(tree_lib.__doc__, "score_BX"))
     chosen = sorted(np.argsort(-score_X)[:4].tolist())
-    assert shown(grow.__doc__, "chosen_BN") == chosen
-    assert shown(grow.__doc__, "wanted_BN") == [shown(grow.__doc__, "parent_BX")[i] for i in chosen]
+    assert shown(tree_lib.__doc__, "chosen_BN") == chosen
+    assert shown(tree_lib.__doc__, "wanted_BN") == [
+        shown(tree_lib.__doc__, "parent_BX")[i] for i in chosen
+    ]
     root, level_1, level_2 = example["fed"]
     assert root == ([5], [[1]])
     assert level_1 == ([7, 8], [[1, 1, 0], [1, 0, 1]])
@@ -75,14 +77,14 @@ def test_the_steps_between(example):
 
 def test_the_example_of_a_static_tree():
     paths = ((0,), (1,), (1, 0), (1, 1))
-    levels = grow.static_levels(paths)
-    doc = grow.StaticLevel.__doc__
+    levels = tree_lib.static_levels(paths)
+    doc = tree_lib.StaticLevel.__doc__
     assert [*levels[0].slot, *levels[1].slot] == shown(doc, "slot")
     assert [*levels[0].rank, *levels[1].rank] == shown(doc, "rank")
     assert [*levels[0].fed, *levels[1].fed] == shown(doc, "fed")
     assert levels[0].ancestor_WX.tolist() == [shown(doc, "ancestor_WX")]
     assert levels[1].ancestor_WX.shape == (0, 2)
-    tree, fed = grow.grow(step, [], jnp.array([5]), DraftShape(3, paths=paths), GUIDE)
+    tree, fed = tree_lib.grow(step, [], jnp.array([5]), DraftShape(3, paths=paths), GUIDE)
     assert fed == [([5], [[1]]), ([8], [[1, 1]])]
     assert tree.tokens_BN[0].tolist() == [5, 7, 8, 3, 4]
     assert tree.parent_BN[0].tolist() == [0, 0, 0, 2, 2]
@@ -113,23 +115,23 @@ def orders() -> dict[str, np.ndarray]:
 def test_the_best_of_pieces_are_the_best_of_all(name, monkeypatch):
     """The same values at the same places as `lax.top_k`, fewer or more than a piece has."""
     order_BWU = jnp.asarray(orders()[name], jnp.float32)
-    monkeypatch.setattr(pieces, "PIECE", 8)
+    monkeypatch.setattr(topk, "PIECE", 8)
     for count in (1, 2, 7, 8, 12, order_BWU.shape[-1]):
         if count <= order_BWU.shape[-1]:
-            value_BWk, place_BWk = pieces.top_k(order_BWU, count)
+            value_BWk, place_BWk = topk.top_k(order_BWU, count)
             expected_BWk, index_BWk = jax.lax.top_k(order_BWU, count)
             np.testing.assert_array_equal(place_BWk, index_BWk)
             np.testing.assert_array_equal(value_BWk, expected_BWk)
             assert place_BWk.dtype == jnp.int32
     with pytest.raises(ValueError, match="must be no larger"):
-        pieces.top_k(order_BWU, order_BWU.shape[-1] + 1)
+        topk.top_k(order_BWU, order_BWU.shape[-1] + 1)
 
 
 @pytest.mark.parametrize("size", [PIECE, 2 * PIECE + 1, 16 * 8016])
 def test_scores_are_those_of_a_log_softmax(size):
     """Bit by bit, in one piece and in many, though the log-softmax is never made."""
     logits_BWU = jnp.asarray(np.random.default_rng(1).normal(0, 3, (1, 2, size)), jnp.float32)
-    index_BWk, log_prob_BWk = jax.jit(grow._top_k, static_argnums=1)(logits_BWU, 8)
+    index_BWk, log_prob_BWk = jax.jit(tree_lib._top_k, static_argnums=1)(logits_BWU, 8)
     log_BWU = jax.jit(jax.nn.log_softmax)(logits_BWU)
     np.testing.assert_array_equal(index_BWk, jax.lax.top_k(logits_BWU, 8)[1])
     np.testing.assert_array_equal(log_prob_BWk, jnp.take_along_axis(log_BWU, index_BWk, axis=-1))

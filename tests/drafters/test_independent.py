@@ -10,7 +10,7 @@ import pytest
 
 from moa_jax import InputError, Session, load_drafter, load_target
 from moa_jax.config import BorrowedConfig, DraftShape, IndependentConfig, Objective
-from moa_jax.decode.vocabulary import DraftVocabulary
+from moa_jax.decode.draft_vocabulary import DraftVocabulary
 from moa_jax.pretrained import LoadedDrafter, Target, save_drafter, save_target
 from moa_jax.training.distillation import tap
 from tests.compare import assert_close, assert_norm_close, assert_value

@@ -15,8 +15,8 @@ from moa_jax import load_drafter, load_target
 from moa_jax.config import BlockConfig, MaskConfig, MoaConfig, Objective, OptimConfig, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS
-from moa_jax.drafters.grow import Nodes
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
+from moa_jax.drafters.tree import Nodes
 from moa_jax.errors import InputError
 from moa_jax.files.hf_config import target_config_from_hf
 from moa_jax.model import convert, masks

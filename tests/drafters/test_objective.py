@@ -20,7 +20,7 @@ from moa_jax.config import (
     TargetConfig,
 )
 from moa_jax.data.batch import Batch
-from moa_jax.drafters import learning, losses
+from moa_jax.drafters import distill_loss, losses
 from moa_jax.drafters.moa import make
 from moa_jax.model import attention, chunks
 from moa_jax.model import llama as llama
@@ -129,8 +129,8 @@ def test_gradients_made_beside_the_logits_are_those_of_a_backward_pass(token):
 
     def total(features, size):
         objective = Objective(chunks=ChunkConfig(head=size), loss=LossConfig(token))
-        drafts = [learning.Draft(*each) for each in zip(features, asked, strict=True)]
-        first, second = learning.token_losses(objective, shared, None, hidden_BTD, drafts)
+        drafts = [distill_loss.Draft(*each) for each in zip(features, asked, strict=True)]
+        first, second = distill_loss.token_losses(objective, shared, None, hidden_BTD, drafts)
         return 0.3 * first[token] + 1.7 * second[token], (first, second)
 
     gradient = lambda f: jax.jit(jax.value_and_grad(f, has_aux=True))(features)
@@ -159,10 +159,10 @@ def test_drafts_scored_together_equal_each_alone(draft_ids, monkeypatch):
 
     def parts(head_DU, drafts):
         head = lambda x_BTD: x_BTD @ head_DU
-        return learning.token_losses(objective, shared, head, hidden_BTD, drafts, draft_ids)
+        return distill_loss.token_losses(objective, shared, head, hidden_BTD, drafts, draft_ids)
 
     def total(together, head_DU, features):
-        drafts = [learning.Draft(*each) for each in zip(features, asked, strict=True)]
+        drafts = [distill_loss.Draft(*each) for each in zip(features, asked, strict=True)]
         scored.clear()
         first, second = (
             parts(head_DU, drafts) if together else [parts(head_DU, [x])[0] for x in drafts]

@@ -14,8 +14,8 @@ from moa_jax import load_drafter, load_target
 from moa_jax.config import MaskConfig, Objective
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import losses
-from moa_jax.drafters.grow import Nodes
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
+from moa_jax.drafters.tree import Nodes
 from moa_jax.model import masks
 from moa_jax.model.llama import unembed
 from moa_jax.training import distillation

@@ -12,8 +12,8 @@ import pytest
 
 from infer.convert import main
 from moa_jax.config import MoaConfig
-from moa_jax.files.folders import file_hash
-from moa_jax.files.kinds import target_sizes
+from moa_jax.files.model_folder import file_hash
+from moa_jax.files.registry import target_sizes
 from moa_jax.pretrained import (
     describe_target,
     load_drafter,

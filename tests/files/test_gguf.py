@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from infer import convert, generate
-from infer.flags.pair import DEMO
+from infer.cli.flags.pair import DEMO
 from moa_jax import load_target
 from moa_jax.config import RopeScaling
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.files import folders
-from moa_jax.files.gguf_file import folder_of
+from moa_jax.files import model_folder
+from moa_jax.files.gguf import folder_of
 from moa_jax.pretrained import describe_target, save_target
 from tests.gguf_files import Q, write_gguf
 from tests.model_folders import assert_same_tensors, edit_json, refusal, save_random_pair
@@ -72,14 +72,14 @@ KINDS = [Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_quantised_tensors_are_those_of_the_package(tmp_path, kind):
+def test_quantized_tensors_are_those_of_the_package(tmp_path, kind):
     path = write_gguf(tmp_path / "x.gguf", TARGET, kind)
-    reader = folders.open_tensors(folder_of(path))
-    original = folders.open_tensors(TARGET)
+    reader = model_folder.open_tensors(folder_of(path))
+    original = model_folder.open_tensors(TARGET)
     for name in ("model.layers.3.mlp.down_proj.weight", "model.layers.11.self_attn.q_proj.weight"):
         values = np.array(original.read(name), np.float32)
         wanted = gguf.dequantize(gguf.quantize(values, kind), kind)
-        # The rows of a head are quantised one by one, so their order changes nothing.
+        # The rows of a head are quantized one by one, so their order changes nothing.
         np.testing.assert_array_equal(np.float32(reader.read(name)), wanted)
 
 
@@ -99,7 +99,7 @@ def test_k_quants_are_read(tmp_path, monkeypatch, kind):
     package = gguf.quantize
     monkeypatch.setattr(gguf, "quantize", made)
     path = write_gguf(tmp_path / "x.gguf", TARGET, {"ffn_gate.weight": kind})
-    found = folders.open_tensors(folder_of(path)).read("model.layers.0.mlp.gate_proj.weight")
+    found = model_folder.open_tensors(folder_of(path)).read("model.layers.0.mlp.gate_proj.weight")
     wanted = gguf.dequantize(rows[found.shape], kind)
     assert np.ptp(wanted) > 0
     np.testing.assert_array_equal(found, wanted)
@@ -151,7 +151,7 @@ def test_a_changed_file_is_read_anew(demo, tmp_path):
     write_gguf(demo, TARGET, Q.Q8_0)
     assert folder_of(demo) != first
     demo.unlink()
-    assert "missing" in refusal(folders.open_tensors, first)
+    assert "missing" in refusal(model_folder.open_tensors, first)
 
 
 # ---- bad input ---------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_no_gguf(tmp_path):
     assert "no such file" in refusal(load_target, tmp_path / "y.gguf")
 
 
-def test_an_unknown_quantisation(demo):
+def test_an_unknown_quantization(demo):
     name = b"blk.0.ffn_up.weight"
     content = bytearray(demo.read_bytes())
     place = content.index(name) + len(name) + 4 + 2 * 8  # behind it: how many sizes, both of them

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from infer.info import ROOT
-from moa_jax.files import folders, parts
+from moa_jax.files import client_files, model_folder
 from train.run import grid_runs
 
 DEMO = ROOT / "moa_jax" / "demo"
@@ -24,7 +24,7 @@ STORED = {  # of the bundled models: of all their bytes (answer folders), of sam
 @pytest.mark.parametrize("name", STORED)
 def test_the_bundled_models_keep_their_hashes(name):
     folder = DEMO / name
-    assert (folders.folder_hash(folder), parts.model_hash(folder)) == STORED[name]
+    assert (model_folder.folder_hash(folder), client_files.model_hash(folder)) == STORED[name]
 
 
 def test_the_committed_report_names_the_bundled_target():
@@ -37,5 +37,5 @@ def test_the_committed_report_names_the_bundled_target():
 
 
 def test_the_order_of_keys_is_no_part_of_a_hash():
-    assert folders.json_hash({"a": 1, "b": [2]}) == folders.json_hash({"b": [2], "a": 1})
-    assert folders.json_hash({"b": [2], "a": 1}) != folders.json_hash({"a": 1, "b": [3]})
+    assert model_folder.json_hash({"a": 1, "b": [2]}) == model_folder.json_hash({"b": [2], "a": 1})
+    assert model_folder.json_hash({"b": [2], "a": 1}) != model_folder.json_hash({"a": 1, "b": [3]})

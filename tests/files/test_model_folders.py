@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError
 
-from moa_jax.files import folders
+from moa_jax.files import model_folder
 from moa_jax.pretrained import describe_target, load_drafter, load_target, save_target
 from tests.model_folders import edit_json, edit_tensors, refusal, save_random_pair
 
@@ -177,7 +177,7 @@ def test_a_failed_write_is_one_line_and_leaves_nothing(pair, tmp_path, monkeypat
         raise SafetensorError("I/O error: No space left on device\n(os error 28)")
 
     target = load_target(pair / "target")
-    monkeypatch.setattr(folders, "save_file", full)
+    monkeypatch.setattr(model_folder, "save_file", full)
     said = refusal(save_target, tmp_path / "new", target.config, target.params)
     assert "model.safetensors cannot be written (I/O error: No space left on device)" in said
     assert not (tmp_path / "new").exists()
@@ -198,7 +198,7 @@ def test_an_interrupted_save_leaves_what_was_there(pair, tmp_path, monkeypatch):
 
 def test_a_json_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "some.json"
-    folders.write_json(path, {"depth": 3})
+    model_folder.write_json(path, {"depth": 3})
 
     def full_disk(fresh: Path, content: bytes) -> None:
         with fresh.open("wb") as file:
@@ -208,8 +208,8 @@ def test_a_json_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", full_disk)
         with pytest.raises(OSError, match="No space left"):
-            folders.write_json(path, {"depth": 4})
-    assert folders.read_json(path) == {"depth": 3} and list(tmp_path.iterdir()) == [path]
+            model_folder.write_json(path, {"depth": 4})
+    assert model_folder.read_json(path) == {"depth": 3} and list(tmp_path.iterdir()) == [path]
 
 
 def test_only_model_folders_are_replaced(pair, tmp_path):

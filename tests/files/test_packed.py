@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from moa_jax.errors import InputError
-from moa_jax.files import folders, packed, placement
+from moa_jax.files import device_loader, model_folder, packed
 from moa_jax.model import convert
 from tests.meeting import wait_for
 from tests.model_folders import refusal
@@ -66,9 +66,9 @@ def expected(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 )
 def test_pieces_make_the_arrays(stored, dtype, piece_bytes, turned_on_host, tmp_path, monkeypatch):
     monkeypatch.setattr(packed, "PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(placement, "TURNED_ON_HOST", turned_on_host)
+    monkeypatch.setattr(device_loader, "TURNED_ON_HOST", turned_on_host)
     tensors = save(tmp_path, stored)
-    params = placement.read_params(folders.open_tensors(tmp_path), TABLE, dtype)
+    params = device_loader.read_params(model_folder.open_tensors(tmp_path), TABLE, dtype)
     for name, array in expected(tensors).items():
         found = np.asarray(params[name])
         assert found.dtype == np.dtype(dtype)
@@ -98,7 +98,7 @@ def test_parts_of_arrays_are_read_alone(turned, piece_bytes, tmp_path, monkeypat
     monkeypatch.setattr(packed, "PIECE_BYTES", piece_bytes)
     wholes = expected(save(tmp_path, "float32"))
     wanted = [packed.Needed(TABLE[name,], turned, boxes) for name, boxes in BOXES.items()]
-    arrays = packed.read_packed(folders.open_tensors(tmp_path), wanted, np.float32)
+    arrays = packed.read_packed(model_folder.open_tensors(tmp_path), wanted, np.float32)
     for (name, boxes), array in zip(BOXES.items(), arrays, strict=True):
         is_part = np.zeros(wholes[name].shape, bool)
         for box in boxes:
@@ -121,7 +121,7 @@ def test_the_cpu_client_turns_as_numpy_does(monkeypatch):
 
 @pytest.mark.parametrize("turned_on_host", [None, 0])
 def test_what_a_thread_finds_reaches_the_caller(turned_on_host, tmp_path, monkeypatch):
-    monkeypatch.setattr(placement, "TURNED_ON_HOST", turned_on_host)
+    monkeypatch.setattr(device_loader, "TURNED_ON_HOST", turned_on_host)
     save(tmp_path, "bfloat16")
     names = []
 
@@ -130,8 +130,10 @@ def test_what_a_thread_finds_reaches_the_caller(turned_on_host, tmp_path, monkey
         raise InputError("the disk is on fire; leave")
 
     monkeypatch.setattr(packed.np, "copyto", broken)
-    reader = folders.open_tensors(tmp_path)
-    assert refusal(placement.read_params, reader, TABLE, "float32") == "the disk is on fire; leave"
+    reader = model_folder.open_tensors(tmp_path)
+    assert (
+        refusal(device_loader.read_params, reader, TABLE, "float32") == "the disk is on fire; leave"
+    )
     assert names and all(name.startswith("read") for name in names)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read")]
 
@@ -139,9 +141,9 @@ def test_what_a_thread_finds_reaches_the_caller(turned_on_host, tmp_path, monkey
 def test_a_file_that_ends_while_it_is_read(tmp_path):
     """Using what was mapped of it would end the process."""
     save(tmp_path, "float32")
-    reader, path = folders.open_tensors(tmp_path), tmp_path / "model.safetensors"
+    reader, path = model_folder.open_tensors(tmp_path), tmp_path / "model.safetensors"
     os.truncate(path, path.stat().st_size // 2)
-    said = refusal(placement.read_params, reader, TABLE, "float32")
+    said = refusal(device_loader.read_params, reader, TABLE, "float32")
     assert said.startswith(f"{path} ends within ") and said.endswith("; fetch it again")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read")]
 
@@ -159,7 +161,7 @@ def test_two_arrays_are_held(tmp_path, monkeypatch):
     monkeypatch.setattr(packed, "_paged", watched)
     save(tmp_path, "float32")
     packings = [packed.Needed(packing, True) for packing in TABLE.values()] * 3
-    arrays = packed.read_packed(folders.open_tensors(tmp_path), packings, np.float32)
+    arrays = packed.read_packed(model_folder.open_tensors(tmp_path), packings, np.float32)
     most = []
     alive = lambda: sum(each() is not None for each in made)
     for index in range(len(packings)):

@@ -19,9 +19,9 @@ import torch
 import transformers
 from safetensors.numpy import save_file
 
-from moa_jax.files import folders, placement
+from moa_jax.files import device_loader, model_folder
 from moa_jax.model import convert
-from moa_jax.model.quantise import quantise_params
+from moa_jax.model.quantize import quantize_params
 from moa_jax.pretrained import (
     SpecialIds,
     describe_target,
@@ -105,23 +105,23 @@ def test_any_float_dtype_is_read_into_the_one_asked_for(pair, stored, dtype):
 
 
 @pytest.mark.slow
-def test_weights_are_quantised_as_they_are_loaded(pair):
-    """What is loaded in int8 is what quantising the loaded arrays gives; drafters alike."""
-    target, quantised = (load_target(pair / "target", weights=w) for w in (None, "int8"))
-    expected = quantise_params(target.params, "int8")
-    assert_same_trees(quantised.params, expected)
+def test_weights_are_quantized_as_they_are_loaded(pair):
+    """What is loaded in int8 is what quantizing the loaded arrays gives; drafters alike."""
+    target, quantized = (load_target(pair / "target", weights=w) for w in (None, "int8"))
+    expected = quantize_params(target.params, "int8")
+    assert_same_trees(quantized.params, expected)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(expected)} == {"int8", "float32"}
     options = {"target_layer_inference": 0}
     drafter = load_drafter(pair / "draft", target, **options)
-    found = load_drafter(pair / "draft", quantised, weights="int8", **options)
-    assert_same_trees(found.params, quantise_params(drafter.params, "int8"))
+    found = load_drafter(pair / "draft", quantized, weights="int8", **options)
+    assert_same_trees(found.params, quantize_params(drafter.params, "int8"))
     borrow = lambda params: {"embed": params["embed"], "last": params["layers"][-1]}
     shared = load_borrowed(describe_target(pair / "target"), borrow, weights="int8")
     assert_same_trees(shared, borrow(expected))
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_weights_that_are_not_finite_are_not_quantised(pair, wrong):
+def test_weights_that_are_not_finite_are_not_quantized(pair, wrong):
     name = "model.layers.0.mlp.down_proj.weight"
     damaged = tensors_of(pair / "target")[name].copy()
     damaged[3, 5] = wrong
@@ -129,10 +129,10 @@ def test_weights_that_are_not_finite_are_not_quantised(pair, wrong):
     said = refusal(load_target, pair / "target", weights="int8")
     file = pair / "target" / "model.safetensors"
     assert said.startswith(f"{file}: {name} holds values that are not finite")
-    load_target(pair / "target")  # as before: what is not quantised is not looked at
+    load_target(pair / "target")  # as before: what is not quantized is not looked at
 
 
-def test_a_dead_channel_is_quantised(pair):
+def test_a_dead_channel_is_quantized(pair):
     name = "model.layers.0.mlp.down_proj.weight"
     dead = tensors_of(pair / "target")[name].copy()
     dead[3] = 0
@@ -187,7 +187,7 @@ def test_several_files_with_an_index_are_read_and_written(saved, tmp_path, monke
     source = saved / "qwen2" / "target"
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="60KB")
-    monkeypatch.setattr(folders, "_MAX_FILE_BYTES", 60_000)
+    monkeypatch.setattr(model_folder, "_MAX_FILE_BYTES", 60_000)
     whole, split = load_target(source), load_target(tmp_path / "theirs")
     assert_same_trees(whole.params, split.params)
     save_target(tmp_path / "ours", split.config, split.params, dtype="float32")
@@ -364,11 +364,11 @@ def test_devices_turn_matrices_as_the_host_does(stored, dtype, tmp_path, monkeyp
         tensors = {name: tensor.astype(dtypes[name]) for name, tensor in tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     packing = convert.kernel((None,) * 4, tuple("qkv"), 16, (2, 3, 4), (2, 1, 4), (2, 1, 4))
-    reader = folders.open_tensors(tmp_path)
+    reader = model_folder.open_tensors(tmp_path)
     loaded = []
     for turned_on_host in (1 << 24, 0):
-        monkeypatch.setattr(placement, "TURNED_ON_HOST", turned_on_host)
-        loaded.append(np.asarray(placement.read_params(reader, {(): packing}, dtype)))
+        monkeypatch.setattr(device_loader, "TURNED_ON_HOST", turned_on_host)
+        loaded.append(np.asarray(device_loader.read_params(reader, {(): packing}, dtype)))
     host, device = loaded
     assert host.dtype == device.dtype == np.dtype(dtype) and host.shape == (16, 2, 5, 4)
     assert host.tobytes() == device.tobytes()

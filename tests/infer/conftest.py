@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def costs_in_memory(monkeypatch):
-    monkeypatch.setattr("infer.flags.auto.folder", lambda: None)
+    monkeypatch.setattr("infer.cli.flags.auto.folder", lambda: None)

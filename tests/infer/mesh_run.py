@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from infer import bench, client, evaluate, server
-from infer.program import run
+from infer.cli.program import run
 from tests import conftest  # noqa: F401  before jax compiles
 from train import regenerate
 

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from infer.bench import compare as comparison
-from infer.flags import auto, pair
-from infer.program import Parser
+from infer.cli.flags import auto, pair
+from infer.cli.program import Parser
 from moa_jax import Result
 from moa_jax.config import DraftShape
 from moa_jax.decode.generation import Call

@@ -26,7 +26,7 @@ from infer.bench.fidelity import fidelity
 from infer.bench.flags import TREE, check, modes_of, parser_of
 from infer.bench.simulate import accept_with
 from infer.bench.statistics import Run
-from infer.flags.pair import DEMO
+from infer.cli.flags.pair import DEMO
 from infer.info import ROOT
 from moa_jax import InputError, Result, load_target
 from moa_jax.config import BlockConfig, DraftShape, MoaConfig, TargetConfig
@@ -34,13 +34,14 @@ from moa_jax.data import chat
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode import step
 from moa_jax.decode.exactness import scores_after
-from moa_jax.decode.sample import make_batch_sampling
+from moa_jax.decode.sampling import make_batch_sampling
 from moa_jax.decode.session import GREEDY, rows_of
-from moa_jax.decode.state import StopConditions, StaticConfig, Weights
+from moa_jax.decode.state import StaticConfig, StopConditions, Weights
 from moa_jax.drafters import DRAFTERS
-from moa_jax.model import attention_gpu, attention_tpu, convert, masks
+from moa_jax.model import convert, masks
 from moa_jax.model.cache import KV
-from moa_jax.model.quantise import quantise_params
+from moa_jax.model.kernels import decode_gpu, decode_tpu
+from moa_jax.model.quantize import quantize_params
 from moa_jax.model.rotary import Rotation
 from moa_jax.pretrained import describe_target, save_drafter, save_target
 from tests.model_folders import refusal
@@ -150,7 +151,7 @@ def test_bytes_of_small_programs():
     assert traffic.bytes_read(jax.jit(written), held, rows) == 4 * 400
 
 
-@pytest.mark.parametrize("kernels", [attention_gpu, attention_tpu], ids=["gpu", "tpu"])
+@pytest.mark.parametrize("kernels", [decode_gpu, decode_tpu], ids=["gpu", "tpu"])
 def test_a_kernel_reads_its_operands_and_hands_caches_on(kernels):
     past = KV(*[jnp.zeros((1, 2, 256, 64))] * 2)
     packed, length_B = jnp.zeros((1, 3, 2, 4, 64)), jnp.array([100])
@@ -201,18 +202,19 @@ def test_bytes_of_phases_by_hand():
     )
     memory_side = (ca["attention"]["kv"], ca["input_norm"])
     each = size(sa, ca, target.params["lm_head"]) - size(ca["attention"]["kv"])
-    found = bytes_of(phases._draft, state.now.draft_cache, (state, LAW))
+    found = bytes_of(phases._draft, state.round.draft_cache, (state, LAW))
     assert found == 2 * (each + 2 * a_cache)
     _, tree = blank(
-        functools.partial(phases._draft, setup), weights, (state, LAW), state.now.draft_cache
+        functools.partial(phases._draft, setup), weights, (state, LAW), state.round.draft_cache
     )
     read = (state, limits, LAW, tree)
     all_but_table = size(target.params) - size(target.params["embed"])
-    assert bytes_of(phases._verify, state.now.target_caches, read) == all_but_table + 2 * a_cache
+    assert bytes_of(phases._verify, state.round.target_caches, read) == all_but_table + 2 * a_cache
     _, (_, tokens_BD, tapped) = blank(
-        functools.partial(phases._verify, setup), weights, read, state.now.target_caches
+        functools.partial(phases._verify, setup), weights, read, state.round.target_caches
     )
-    found = bytes_of(phases._extend, state.now.draft_cache, (state.now.length_B, tokens_BD, tapped))
+    extended = (state.round.length_B, tokens_BD, tapped)
+    found = bytes_of(phases._extend, state.round.draft_cache, extended)
     assert found == size(lsa, out, sa["attention"]["qkv"], sa["input_norm"], memory_side)
 
 
@@ -360,17 +362,17 @@ def test_commands_of_the_gpu_script_parse():
         assert args.json
 
 
-# ---- quantised weights --------------------------------------------------------------------
+# ---- quantized weights --------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_random_pairs_are_quantised_as_they_are_drawn():
+def test_random_pairs_are_quantized_as_they_are_drawn():
     target, drafter = tiny()
-    quantised = random_pair.random_target(TARGET, jnp.float32, Path("tiny"), weights="int8")
-    expected = quantise_params(target.params, "int8")
-    jax.tree.map(np.testing.assert_array_equal, quantised.params, expected)
-    found = random_pair.random_drafter("moa", DRAFT, quantised, jnp.float32, weights="int8")
-    expected = quantise_params(drafter.params, "int8")
+    quantized = random_pair.random_target(TARGET, jnp.float32, Path("tiny"), weights="int8")
+    expected = quantize_params(target.params, "int8")
+    jax.tree.map(np.testing.assert_array_equal, quantized.params, expected)
+    found = random_pair.random_drafter("moa", DRAFT, quantized, jnp.float32, weights="int8")
+    expected = quantize_params(drafter.params, "int8")
     jax.tree.map(np.testing.assert_array_equal, found.params, expected)
 
 

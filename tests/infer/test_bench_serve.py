@@ -4,11 +4,12 @@ from itertools import islice
 
 import pytest
 
-from infer import bench, program
+from infer import bench
 from infer.bench.serving import clients, results, run, servers
 from infer.bench.serving.clients import RequestOutcome, Requests, SampleRequest
 from infer.bench.serving.flags import check, parser_of, variants_of
 from infer.bench.suites import DEMO, PAPER
+from infer.cli import program
 from infer.openai.metrics import ServingMetrics
 from moa_jax.config import DraftShape
 from moa_jax.decode.engine import Load

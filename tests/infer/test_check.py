@@ -15,8 +15,8 @@ import scipy.stats
 from infer import check
 from infer.bench import fidelity, golden
 from infer.bench.thresholds import THRESHOLDS, faults_of
-from infer.flags.pair import DEMO
-from infer.program import run
+from infer.cli.flags.pair import DEMO
+from infer.cli.program import run
 from moa_jax.decode.exactness import Difference
 from moa_jax.pretrained import describe_target
 from tests.model_folders import edit_tensors, refusal, save_random_pair, tensors_of

@@ -12,13 +12,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from infer import compile_cache, info
+from infer import info
+from infer.cli import compile_cache
 from infer.info import ROOT
 
 # Compiles as many programs as it is told and prints how many of them the cache gave.
 PROGRAM = """
 import json, sys
-from infer.program import run
+from infer.cli.program import run
 
 def main(arguments=None):
     import jax

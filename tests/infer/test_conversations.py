@@ -10,7 +10,7 @@ import pytest
 
 from infer import evaluate
 from infer.bench import conversations, report
-from infer.flags.pair import DEMO
+from infer.cli.flags.pair import DEMO
 from moa_jax import InputError, load_target
 from moa_jax.config import MoaConfig
 from moa_jax.data import chat

@@ -178,7 +178,7 @@ def test_older_spellings_are_read():
         ({"model_type": None}, "model_type None is not supported"),
         ({"hidden_act": "gelu"}, 'hidden_act: "gelu" is not supported'),
         ({"hidden_size": None}, "hidden_size is missing"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope scaling 'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),

@@ -14,16 +14,16 @@ from safetensors.numpy import load_file, save_file
 
 from infer import bench, convert, evaluate, generate
 from infer.bench.candidates import describe, load_candidates
-from infer.flags import auto
-from infer.flags import pair as pair_flags
-from infer.flags import vocabulary as vocabulary_flags
-from infer.program import run
+from infer.cli.flags import auto
+from infer.cli.flags import vocabulary as vocabulary_flags
+from infer.cli.flags import pair as pair_flags
+from infer.cli.program import run
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.data.tokenizer import train_tokenizer
-from moa_jax.decode import vocabulary
-from moa_jax.decode.vocabulary import FILE, load_vocabulary, save_vocabulary, vocabulary_of
-from moa_jax.files import parts
+from moa_jax.decode import draft_vocabulary
+from moa_jax.decode.draft_vocabulary import FILE, load_vocabulary, save_vocabulary, vocabulary_of
+from moa_jax.files import client_files
 from moa_jax.pretrained import describe_target
 from tests.model_folders import edit_json
 from tests.oracle import random_pair
@@ -60,7 +60,7 @@ def folder(stored, tmp_path) -> Path:
 @pytest.fixture
 def large(monkeypatch) -> None:
     """From now on the target counts as one of many tokens."""
-    monkeypatch.setattr(vocabulary, "MANY_TOKENS", 299)
+    monkeypatch.setattr(draft_vocabulary, "MANY_TOKENS", 299)
 
 
 def named(folder: Path) -> list[str]:
@@ -136,9 +136,9 @@ def test_a_small_target_drafts_from_it_when_asked(stored, opened):
 
 
 def test_what_counts_as_many_tokens(stored, opened, monkeypatch):
-    assert vocabulary.MANY_TOKENS == 1 << 16
+    assert draft_vocabulary.MANY_TOKENS == 1 << 16
     for limit, narrowed in ((299, True), (300, False)):
-        monkeypatch.setattr(vocabulary, "MANY_TOKENS", limit)
+        monkeypatch.setattr(draft_vocabulary, "MANY_TOKENS", limit)
         assert (opened(*named(stored))[0].weights.vocabulary is not None) == narrowed
 
 
@@ -149,7 +149,7 @@ def test_a_small_target_drafts_from_it_where_costs_say_so(
     monkeypatch.setattr(auto, "folder", lambda: tmp_path / "costs")
     target = load_target(stored / "target")
     drafter = load_drafter(stored / "draft", target)
-    beside = vocabulary.vocabulary_beside(target, drafter)
+    beside = draft_vocabulary.vocabulary_beside(target, drafter)
     for each, ms in ((beside, narrow_ms), (None, 1.0)):
         costs = auto.costs_of(target, drafter, each, None)
         if ms is not None:
@@ -247,7 +247,7 @@ def test_evaluation_gives_each_drafter_its_own(stored, tmp_path, capsys):
         narrowed = {c.name for c in entered if c.session.weights.vocabulary}
         found[bool(flag)] = narrowed, describe(args, target, entered)["draft_vocabulary"]
         assert capsys.readouterr().err.count("drafts from 150 of") == len(narrowed) // 2
-    hash = vocabulary.folders.file_hash(stored / "draft" / FILE)
+    hash = draft_vocabulary.model_folder.file_hash(stored / "draft" / FILE)
     assert found[False] == ({"a-chain", "a-tree"}, {"a-chain": hash, "a-tree": hash})
     assert found[True] == (set(), None)
 
@@ -273,6 +273,6 @@ def test_converting_keeps_it_in_our_layout(folder, capsys):
 
 def test_a_pair_is_the_same_with_and_without_it(folder):
     """As a client sees it, which drafts from all tokens."""
-    before = parts.model_hash(folder / "draft")
+    before = client_files.model_hash(folder / "draft")
     (folder / "draft" / FILE).unlink()
-    assert parts.model_hash(folder / "draft") == before
+    assert client_files.model_hash(folder / "draft") == before

@@ -20,7 +20,7 @@ from moa_jax import InputError, Result, Session, load_target
 from moa_jax.config import MoaConfig, Sampling
 from moa_jax.data import chat
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.decode.vocabulary import save_vocabulary, vocabulary_of
+from moa_jax.decode.draft_vocabulary import save_vocabulary, vocabulary_of
 from moa_jax.drafters import DRAFTERS
 from moa_jax.pretrained import save_drafter
 from tests.model_folders import refusal

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from infer import generate
-from infer.program import run
+from infer.cli.program import run
 from moa_jax import Session, load_target
 from moa_jax.config import Sampling
 from moa_jax.data.tokenizer import train_tokenizer
@@ -98,7 +98,7 @@ def test_json_has_penalties_and_log_probabilities(ask, folders):
 
 @pytest.mark.slow
 def test_weights_in_eight_bits(ask, folders):
-    """The text is that of the quantised target alone, and settings say so."""
+    """The text is that of the quantized target alone, and settings say so."""
     code, out, _ = ask(
         *"--prompt-ids 5,6,7 --max-new-tokens 9 --weights int8 --check --json".split()
     )

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from infer import info, program
+from infer import info
+from infer.cli import program
 
 SIZES = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from infer import program
-from infer.flags import pair
+from infer.cli import program
+from infer.cli.flags import pair
 from moa_jax.config import DraftShape
 from moa_jax.errors import InputError
 from tests.model_folders import refusal

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer import program
+from infer.cli import program
 from moa_jax.errors import InputError
 from moa_jax.version import __version__
 

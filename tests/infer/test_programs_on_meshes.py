@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from infer import bench, evaluate, generate, serve, server
+from infer.cli.program import BAD_INPUT, run
 from infer.info import ROOT
-from infer.program import BAD_INPUT, run
 from moa_jax import Session, load_target
 from moa_jax.config import MoaConfig
 from moa_jax.drafters import DRAFTERS

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from infer import streams
+from infer.cli import streams
 
 
 @pytest.fixture

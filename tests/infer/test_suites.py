@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from infer.bench import suites
-from moa_jax.data import corpora
+from moa_jax.data import sources
 from tests.model_folders import refusal
 
 GOOD = {"question_id": 1, "category": "qa", "turns": ["Who?", "And why?"]}
@@ -137,7 +137,7 @@ def test_a_hub_out_of_reach_says_one_line(monkeypatch):
 
 
 def test_public_data_of_tensorflow_datasets(monkeypatch):
-    monkeypatch.setattr(corpora, "_open_tfds", lambda name: [TYPED, {"label": 3}])
+    monkeypatch.setattr(sources, "_open_tfds", lambda name: [TYPED, {"label": 3}])
     questions = suites.load_suite("tfds:natural_questions/default/validation", 1)
     assert [(q.set, *q.turns) for q in questions] == [("natural_questions", "Who wrote emma?")]
     line = refusal(suites.load_suite, "tfds:natural_questions/default/validation")

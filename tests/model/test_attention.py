@@ -16,14 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moa_jax.model import attention, attention_gpu, attention_tpu, cache, masks
+from moa_jax.model import attention, cache, masks
 from moa_jax.model.cache import KV
+from moa_jax.model.kernels import decode_gpu, decode_tpu
 from moa_jax.model.rotary import Rotation, rotate_packed
 from moa_jax.training.flops import programs_in
 
 KERNELS = {
-    "gpu": functools.partial(attention_gpu.attend, interpret=True),
-    "tpu": functools.partial(attention_tpu.attend, interpret=True),
+    "gpu": functools.partial(decode_gpu.attend, interpret=True),
+    "tpu": functools.partial(decode_tpu.attend, interpret=True),
 }
 if jax.default_backend() != "cpu":  # as it is compiled for the device that is here
     KERNELS = {"compiled": attention.attend_cached}
@@ -116,12 +117,12 @@ def test_a_cpu_reads_of_long_caches_what_texts_have_come_to(T, X, first, dtype, 
 def test_halves_of_a_head_fill_a_product():
     """Heads of 32 numbers are the smallest that the kernels for GPUs take."""
     given, length_B = drawn([100], (1, 2, 2, 3, 32), 128, 3)
-    assert attention_gpu.is_possible(given[0], given[2])
+    assert decode_gpu.is_possible(given[0], given[2])
     sight = masks.cache_mask(length_B, masks.causal_tree(3))
     mixed, _ = jax.jit(KERNELS.get("gpu", attention.attend_cached))(*given, sight)
     np.testing.assert_allclose(mixed, by_einsum(*given, sight)[0], atol=2e-6)
     (packed, _, past), _ = drawn([100], (1, 2, 2, 3, 16), 128, 3)
-    assert not attention_gpu.is_possible(packed, past)
+    assert not decode_gpu.is_possible(packed, past)
 
 
 @pytest.mark.slow
@@ -196,7 +197,7 @@ def test_a_path_is_moved_to_the_front():
     path_BD, length_B = jnp.array([[0, 2, 5], [0, 1, 4]]), jnp.array([7, 20])
     rows = [cache.take(past, length_B[:, None] + path_BD) for past in caches]
     expected = attention.keep_path(caches, tuple(rows), path_BD, length_B)
-    found = attention_gpu.keep_path(caches, path_BD, length_B, interpret=True)
+    found = decode_gpu.keep_path(caches, path_BD, length_B, interpret=True)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert np.array_equal(found[1].k_BKSE[1, :, 22], caches[1].k_BKSE[1, :, 24])
 
@@ -213,20 +214,20 @@ def test_the_gpu_kernel_declares_the_blocks_that_it_loads(case, monkeypatch):
     packed, turn, past = given
     sight = masks.cache_mask(length_B, tree(jax.random.key(1), shape[0], shape[3], X), first)
     loaded: dict[tuple[int, ...], int] = {}
-    load = attention_gpu.triton.load
+    load = decode_gpu.triton.load
 
     def counted(ref, **options):
         block = load(ref, **options)
         loaded[block.shape] = loaded.get(block.shape, 0) + block.nbytes
         return block
 
-    monkeypatch.setattr(attention_gpu.triton, "load", counted)
-    attend = functools.partial(attention_gpu.attend, interpret=True)
+    monkeypatch.setattr(decode_gpu.triton, "load", counted)
+    attend = functools.partial(decode_gpu.attend, interpret=True)
     (call, *_) = pallas_calls(jax.make_jaxpr(attend)(*given, sight).jaxpr)
     results = [x.aval for x in call.outvars if x.aval.shape != past.k_BKSE.shape]
     small = sum(array.size * array.dtype.itemsize for array in (packed, *turn, *results))
     # The loop over the prefix is traced once: one block of keys, in halves, and one of values.
-    sizes = attention_gpu.sizes_of(packed.shape, packed.dtype, S, sight)
+    sizes = decode_gpu.sizes_of(packed.shape, packed.dtype, S, sight)
     turns = shape[0] * shape[1] * sizes.blocks * -(-(S - X) // sizes.rows)
     read = turns * (loaded[sizes.rows, sizes.E // 2] + loaded[sizes.rows, sizes.E])
     assert call.params["cost_estimate"].bytes_accessed == read + small
@@ -249,7 +250,7 @@ def test_the_tpu_kernel_declares_the_blocks_that_it_fetches():
     """Blocks are counted by the kernel's own index maps; a block named again is not fetched."""
     shape, S = (2, 2, 4, 200, 64), 1024
     given, length_B = drawn([S] * 2, shape, S, 0)
-    attend = functools.partial(attention_tpu.attend, interpret=True)
+    attend = functools.partial(decode_tpu.attend, interpret=True)
     (call,) = pallas_calls(jax.make_jaxpr(attend)(*given, masks.cache_mask(length_B)).jaxpr)
     grid = call.params["grid_mapping"]
     fetched = 0

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moa_jax.model import attention, attention_intervals, masks
-from moa_jax.model.attention_intervals import How
+from moa_jax.model import attention, masks
 from moa_jax.model.cache import KV
+from moa_jax.model.kernels import train_intervals
+from moa_jax.model.kernels.train_intervals import How
 
 B, T = 3, 256
 
@@ -111,7 +112,7 @@ def test_kernels_equal_the_einsum_forward_and_backward(name, platform):
         return jnp.sum(mixed_BTKGE * towards_BTKGE), mixed_BTKGE
 
     how = How.on(platform, T)._replace(is_interpreted=HERE == "cpu")
-    kernels = functools.partial(attention_intervals.attend, how=how)
+    kernels = functools.partial(train_intervals.attend, how=how)
     with jax.default_matmul_precision("highest"):
         ours, wanted = (
             jax.jit(jax.value_and_grad(functools.partial(found, way), has_aux=True))(given)

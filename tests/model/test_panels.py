@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from infer.bench.plan.hlo import ENTRY, arrays, parse
-from moa_jax.model import panels, quantise
+from moa_jax.model import quantize
+from moa_jax.model.kernels import cpu
+from moa_jax.model.kernels.cpu import Panels
 from moa_jax.model.layers import Linear
-from moa_jax.model.panels import Panels
 from tests.compare import assert_close
 
 KERNEL = np.random.default_rng(0).standard_normal((96, 3, 4, 16), np.float32)
@@ -17,40 +18,40 @@ KERNEL = np.random.default_rng(0).standard_normal((96, 3, 4, 16), np.float32)
 @pytest.mark.parametrize("rows", [(1, 1), (2, 1), (2, 5), (3,)])
 def test_products_equal_those_with_the_matrix(rows):
     x = np.random.default_rng(1).standard_normal((*rows, 96), np.float32)
-    kernel = panels.cut(jnp.asarray(KERNEL))
+    kernel = cpu.cut(jnp.asarray(KERNEL))
     assert isinstance(kernel, Panels) and kernel.shape == KERNEL.shape
     want = np.tensordot(x, KERNEL, 1)
-    assert_close(quantise.matmul(x, kernel, jnp.float32), want, 2e-6)
+    assert_close(quantize.matmul(x, kernel, jnp.float32), want, 2e-6)
     linear = Linear(KERNEL.shape[1:], bias=True)
     bias = np.full(KERNEL.shape[1:], 0.5, np.float32)
     assert_close(linear.apply({"params": {"kernel": kernel, "bias": bias}}, x), want + 0.5, 2e-6)
 
 
-@pytest.mark.skipif(not panels.is_fast(), reason="panels need XLA's library for CPUs")
+@pytest.mark.skipif(not cpu.is_fast(), reason="panels need XLA's library for CPUs")
 @pytest.mark.parametrize("rows", [2, 5, 16, 64, 100])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(rows):
     """So a verified draft and a plain round agree in every bit of a product."""
-    kernel = panels.cut(jnp.asarray(KERNEL))
+    kernel = cpu.cut(jnp.asarray(KERNEL))
     x = np.random.default_rng(1).standard_normal((rows, 96), np.float32)
-    alone, among = (jax.jit(panels.multiply)(x[:count], kernel) for count in (1, rows))
+    alone, among = (jax.jit(cpu.multiply)(x[:count], kernel) for count in (1, rows))
     np.testing.assert_array_equal(alone[0], among[0])
 
 
 def test_a_matrix_comes_back():
-    kernel = panels.cut(jnp.asarray(KERNEL))
+    kernel = cpu.cut(jnp.asarray(KERNEL))
     np.testing.assert_array_equal(kernel.whole(), KERNEL)
-    matrix = panels.cut(jnp.asarray(KERNEL.reshape(96, -1)))
+    matrix = cpu.cut(jnp.asarray(KERNEL.reshape(96, -1)))
     ids = np.array([5, 0, 190])
-    np.testing.assert_array_equal(quantise.columns(matrix, ids), KERNEL.reshape(96, -1)[:, ids])
+    np.testing.assert_array_equal(quantize.columns(matrix, ids), KERNEL.reshape(96, -1)[:, ids])
 
 
 def test_what_panels_do_not_help_stays():
     odd, half = jnp.ones((96, 40)), jnp.ones((96, 64), jnp.bfloat16)
     params = {"a": {"kernel": odd}, "b": {"kernel": half}, "c": {"scale": jnp.ones((64, 64))}}
-    found = quantise.in_panels(params)
+    found = quantize.in_panels(params)
     jax.tree.map(np.testing.assert_array_equal, found, params)
-    once = quantise.in_panels({"kernel": jnp.asarray(KERNEL)})
-    assert quantise.in_panels(once)["kernel"].columns_PDC is once["kernel"].columns_PDC
+    once = quantize.in_panels({"kernel": jnp.asarray(KERNEL)})
+    assert quantize.in_panels(once)["kernel"].columns_PDC is once["kernel"].columns_PDC
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -59,10 +60,10 @@ def test_each_product_is_one_library_call(rows):
 
     Of a single row XLA's library makes a slow sum, so there are two rows at least.
     """
-    kernel = panels.cut(jnp.ones((128, 128)))
+    kernel = cpu.cut(jnp.ones((128, 128)))
 
     def twice(x, kernel):
-        return panels.multiply(jnp.tanh(panels.multiply(x, kernel)), kernel)
+        return cpu.multiply(jnp.tanh(cpu.multiply(x, kernel)), kernel)
 
     hlo = jax.jit(twice).lower(jnp.ones((rows, 128)), kernel).compile().as_text()
     main = parse(hlo)[ENTRY].values()
@@ -76,7 +77,7 @@ def test_products_in_bfloat16_are_library_calls_on_weights_as_they_are(rows):
     """XLA's library has none of one row, and none with results in bfloat16."""
 
     def product(x, kernel):
-        return quantise.matmul(x, kernel, x.dtype)
+        return quantize.matmul(x, kernel, x.dtype)
 
     x, kernel = jnp.ones((1, rows, 128), jnp.bfloat16), jnp.ones((128, 2, 64), jnp.bfloat16)
     assert product(x, kernel).shape == (1, rows, 2, 64)
@@ -87,6 +88,6 @@ def test_products_in_bfloat16_are_library_calls_on_weights_as_they_are(rows):
 
 
 def test_without_the_library_nothing_is_cut(monkeypatch):
-    monkeypatch.setattr(panels, "is_fast", lambda: False)
+    monkeypatch.setattr(cpu, "is_fast", lambda: False)
     kernel = jnp.asarray(KERNEL)
-    assert panels.cut(kernel) is kernel
+    assert cpu.cut(kernel) is kernel

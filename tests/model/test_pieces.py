@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moa_jax.decode import sample
-from moa_jax.model import pieces
-from moa_jax.model.pieces import argmax
+from moa_jax.decode import sampling
+from moa_jax.model import topk
+from moa_jax.model.topk import argmax
 
 NAN, INF = float("nan"), float("inf")
 
@@ -28,11 +28,11 @@ NOT_FINITE = {
 
 def with_fallback(order_V: jax.Array) -> jax.Array:
     """As other devices than CPUs compute it."""
-    best, place = pieces._argmax_with_max(order_V)
+    best, place = topk._argmax_with_max(order_V)
     return jnp.where(jnp.isfinite(best), place, -1)
 
 
-@pytest.mark.parametrize("argmax", [pieces.finite_argmax, with_fallback])
+@pytest.mark.parametrize("argmax", [topk.finite_argmax, with_fallback])
 @pytest.mark.parametrize("law", [*LAWS.values(), *NOT_FINITE.values()], ids=[*LAWS, *NOT_FINITE])
 def test_of_one_law(argmax, law):
     order_V = jnp.array(law)
@@ -52,7 +52,7 @@ def test_of_what_is_computed_in_the_same_program(V):
     @jax.jit
     def drawn(logits_BNV: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores_BNV = score(logits_BNV, seed)
-        return sample.sample(scores_BNV, jnp.zeros(())), scores_BNV
+        return sampling.sample(scores_BNV, jnp.zeros(())), scores_BNV
 
     for seed in range(20):
         logits_BNV = 5 * jax.random.normal(jax.random.key(100 + seed), (2, 6, V))

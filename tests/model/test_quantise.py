@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moa_jax.model import llama, quantise
+from moa_jax.model import llama, quantize
 from moa_jax.model.layers import Linear
-from moa_jax.model.quantise import FORMATS, Quantised, format_of, quantise_params
+from moa_jax.model.quantize import FORMATS, Quantized, format_of, quantize_params
 from tests.compare import assert_close
 from tests.drafting import calm_target  # noqa: F401
 
@@ -20,7 +20,7 @@ def drawn(*shape: int, dtype=jnp.float32, seed: int = 0) -> jax.Array:
     return jnp.asarray(rng.normal(size=shape) * rng.uniform(0.1, 9, shape[-1]), dtype)
 
 
-def restored(matrix: Quantised, summed: int) -> np.ndarray:
+def restored(matrix: Quantized, summed: int) -> np.ndarray:
     values, scale = (np.asarray(part, np.float32) for part in matrix)
     return values * np.expand_dims(scale, summed)
 
@@ -29,7 +29,7 @@ def restored(matrix: Quantised, summed: int) -> np.ndarray:
 @pytest.mark.parametrize("summed", [0, 1])
 def test_int8_rounds_to_the_nearest_of_255_steps(dtype, summed):
     weight = drawn(40, 24, dtype=dtype)
-    matrix = quantise.quantise(weight, "int8", summed)
+    matrix = quantize.quantize(weight, "int8", summed)
     assert (matrix.values.dtype, matrix.dtype, matrix.shape) == (jnp.int8, dtype, (40, 24))
     assert matrix.scale.shape == ((24,) if summed == 0 else (40,))
     step = np.expand_dims(np.asarray(matrix.scale, np.float32), summed)
@@ -42,13 +42,13 @@ def test_int8_rounds_to_the_nearest_of_255_steps(dtype, summed):
 @pytest.mark.parametrize("summed", [0, 1])
 def test_no_float32_copy_is_stored(summed):
     shape = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
-    program = jax.jit(quantise.quantise, static_argnums=(1, 2)).lower(shape, "int8", summed)
+    program = jax.jit(quantize.quantize, static_argnums=(1, 2)).lower(shape, "int8", summed)
     assert program.compile().memory_analysis().temp_size_in_bytes < 512 * 512
 
 
 def test_fp8_keeps_three_bits_behind_the_point():
     weight = drawn(40, 24)
-    matrix = quantise.quantise(weight, "fp8", 0)
+    matrix = quantize.quantize(weight, "fp8", 0)
     assert matrix.values.dtype == jnp.float8_e4m3fn
     found, step = restored(matrix, 0), np.asarray(matrix.scale)
     most = np.maximum(np.abs(weight) * 2**-4, step * 2**-10)  # below 2**-6 steps are even
@@ -59,9 +59,9 @@ def test_fp8_keeps_three_bits_behind_the_point():
 @pytest.mark.parametrize("outputs", [(24,), (2, 3, 4)])
 def test_products_are_those_of_what_the_values_stand_for(weights, outputs):
     kernel, x = drawn(40, *outputs), drawn(2, 5, 40, seed=1)
-    matrix = quantise.quantise(kernel, weights, 0)
+    matrix = quantize.quantize(kernel, weights, 0)
     expected = np.tensordot(x, restored(matrix, 0), 1)
-    assert_close(quantise.matmul(x, matrix, jnp.float32), expected, "product")
+    assert_close(quantize.matmul(x, matrix, jnp.float32), expected, "product")
     module = Linear(outputs, bias=True)
     params = {"kernel": matrix, "bias": drawn(*outputs, seed=2)}
     assert_close(module.apply({"params": params}, x), expected + params["bias"], "Linear")
@@ -70,26 +70,26 @@ def test_products_are_those_of_what_the_values_stand_for(weights, outputs):
 @both
 def test_a_table_serves_lookup_and_head(weights):
     table_VD, x_TD = drawn(30, 16), drawn(5, 16, seed=1)
-    matrix = quantise.quantise(table_VD, weights, 1)
+    matrix = quantize.quantize(table_VD, weights, 1)
     whole_VD = restored(matrix, 1)
     ids = jnp.array([[0, 29, 7]])
-    np.testing.assert_array_equal(quantise.lookup(matrix, ids), whole_VD[ids])
-    assert_close(quantise.matmul_rows(x_TD, matrix, jnp.float32), x_TD @ whole_VD.T, "rows")
-    turned = quantise.transposed(matrix)
-    assert_close(quantise.matmul(x_TD, turned, jnp.float32), x_TD @ whole_VD.T, "turned")
-    some = quantise.columns(turned, ids[0])
-    assert_close(quantise.matmul(x_TD, some, jnp.float32), x_TD @ whole_VD[ids[0]].T, "some")
+    np.testing.assert_array_equal(quantize.lookup(matrix, ids), whole_VD[ids])
+    assert_close(quantize.matmul_rows(x_TD, matrix, jnp.float32), x_TD @ whole_VD.T, "rows")
+    turned = quantize.transposed(matrix)
+    assert_close(quantize.matmul(x_TD, turned, jnp.float32), x_TD @ whole_VD.T, "turned")
+    some = quantize.columns(turned, ids[0])
+    assert_close(quantize.matmul(x_TD, some, jnp.float32), x_TD @ whole_VD[ids[0]].T, "some")
 
 
 @pytest.mark.parametrize("count", [64, 70])
 def test_a_tpu_looks_few_rows_up_in_their_tiles(count, monkeypatch):
     """And a table that has no whole number of tiles as other devices do."""
-    table = quantise.quantise(drawn(count, 16), "int8", 1)
+    table = quantize.quantize(drawn(count, 16), "int8", 1)
     ids = jnp.array([[0, count - 1, 31, 32], [7, 33, 7, 1]])
-    wanted, program = quantise.lookup(table, ids), str(jax.make_jaxpr(quantise.lookup)(table, ids))
-    monkeypatch.setattr(quantise, "traced_platform", lambda: "tpu")
-    np.testing.assert_array_equal(quantise.lookup(table, ids), wanted)
-    tiled = str(jax.make_jaxpr(lambda *arrays: quantise.lookup(*arrays))(table, ids))
+    wanted, program = quantize.lookup(table, ids), str(jax.make_jaxpr(quantize.lookup)(table, ids))
+    monkeypatch.setattr(quantize, "traced_platform", lambda: "tpu")
+    np.testing.assert_array_equal(quantize.lookup(table, ids), wanted)
+    tiled = str(jax.make_jaxpr(lambda *arrays: quantize.lookup(*arrays))(table, ids))
     assert ("reduce_sum" in tiled) == (count == 64) and "reduce_sum" not in program
 
 
@@ -97,9 +97,9 @@ def test_bfloat16_products_are_rounded_once():
     """Sums and scales are float32: only the result is rounded to bfloat16."""
     x, matrix = (
         drawn(9, 64, dtype="bfloat16"),
-        quantise.quantise(drawn(64, 48, dtype="bfloat16", seed=1), "int8", 0),
+        quantize.quantize(drawn(64, 48, dtype="bfloat16", seed=1), "int8", 0),
     )
-    found = quantise.matmul(x, matrix, x.dtype)
+    found = quantize.matmul(x, matrix, x.dtype)
     exact = np.asarray(x, np.float64) @ restored(matrix, 0)
     assert found.dtype == jnp.bfloat16
     error = np.abs(np.asarray(found, np.float64) - exact)
@@ -112,37 +112,37 @@ def test_bfloat16_products_are_rounded_once():
 def test_channels_of_nothing_give_nothing(weights, smallest):
     """Zeros, and numbers whose scale could not be divided by."""
     kernel = drawn(8, 3).at[:, 1].set(smallest)
-    matrix = quantise.quantise(kernel, weights, 0)
+    matrix = quantize.quantize(kernel, weights, 0)
     assert float(matrix.scale[1]) == 1 and not np.any(np.asarray(matrix.values[:, 1], float))
-    y = quantise.matmul(drawn(2, 8), matrix, jnp.float32)
+    y = quantize.matmul(drawn(2, 8), matrix, jnp.float32)
     assert np.all(y[:, 1] == 0) and np.all(np.isfinite(y))
 
 
 @both
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_a_damaged_channel_has_a_scale_that_shows_it(weights, wrong):
-    matrix = quantise.quantise(drawn(8, 3).at[5, 1].set(wrong), weights, 0)
+    matrix = quantize.quantize(drawn(8, 3).at[5, 1].set(wrong), weights, 0)
     assert np.isfinite(matrix.scale).tolist() == [True, False, True]
 
 
 @both
-def test_matrices_of_a_tree_are_quantised_and_no_vectors(calm_target, weights):  # noqa: F811
+def test_matrices_of_a_tree_are_quantized_and_no_vectors(calm_target, weights):  # noqa: F811
     params = calm_target.params
-    found = quantise_params(params, weights)
+    found = quantize_params(params, weights)
     assert (format_of(params), format_of(found)) == (None, weights)
     kept = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(
-        found, is_leaf=lambda leaf: isinstance(leaf, Quantised)
+        found, is_leaf=lambda leaf: isinstance(leaf, Quantized)
     ):
         name = path[-1].key
-        kept[name] = kept.get(name, True) and not isinstance(leaf, Quantised)
+        kept[name] = kept.get(name, True) and not isinstance(leaf, Quantized)
         assert leaf.dtype == jnp.float32
     assert kept == {"embed": False, "kernel": False, "scale": True, "lm_head": False}
     size = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     assert size(found) < 0.32 * size(params)
 
 
-def test_weights_that_are_not_quantised_compute_what_they_did(calm_target):  # noqa: F811
+def test_weights_that_are_not_quantized_compute_what_they_did(calm_target):  # noqa: F811
     """The same operations on arrays as before there were other weights."""
     params = calm_target.params
     x_BTD = llama.embed(params, jnp.array([[3, 4]]))
@@ -153,6 +153,6 @@ def test_weights_that_are_not_quantised_compute_what_they_did(calm_target):  # n
             *x.shape[:-1], *kernel.shape[1:]
         )
     )(x_BTD, kernel)
-    found = jax.make_jaxpr(lambda x, kernel: quantise.matmul(x, kernel, x.dtype))(x_BTD, kernel)
+    found = jax.make_jaxpr(lambda x, kernel: quantize.matmul(x, kernel, x.dtype))(x_BTD, kernel)
     operations = lambda jaxpr: [str(eqn.primitive) for eqn in jaxpr.eqns]
     assert operations(found) == operations(by_hand)

@@ -21,11 +21,11 @@ from tokenizers import pre_tokenizers
 
 from infer.bench.inputs import TEXTS
 from infer.bench.suites import load_suite
-from infer.flags.prompts import asking, tokenizer_of
+from infer.cli.flags.prompts import asking, tokenizer_of
 from infer.peers import transformers_logits
 from moa_jax import Session, load_target
 from moa_jax.decode.exactness import compare
-from moa_jax.files.folders import find_folder
+from moa_jax.files.model_folder import find_folder
 from moa_jax.model import llama, masks
 from moa_jax.pretrained import Target
 from tests.compare import ARRAYS, assert_close

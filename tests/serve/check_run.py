@@ -1,7 +1,7 @@
 """infer.generate with answers of plain decoding that end otherwise, for what --check then says."""
 
 from infer import generate
-from infer.program import run
+from infer.cli.program import run
 from moa_jax.decode.exactness import compare
 
 

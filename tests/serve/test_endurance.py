@@ -30,8 +30,8 @@ import pytest
 
 from moa_jax import Session, load_target
 from moa_jax.config import Sampling
+from moa_jax.decode.detokenize import before_stop
 from moa_jax.decode.session import row_of
-from moa_jax.decode.text import before_stop
 from tests.serve.test_clients import HELLO_IDS, KEY, start_program
 from tests.serve.test_protocol_errors import assert_fields_were_checked, send_malformed
 from tests.serve.toy_server import CHATS, COMPLETIONS, DEMO, TOKENIZER, VOCAB, wait_for

@@ -25,11 +25,11 @@ import numpy as np
 import pytest
 
 from infer import generate, serve
-from infer.flags import cluster
-from infer.flags.mesh import asked_mesh
+from infer.cli.flags import cluster
+from infer.cli.flags.mesh import asked_mesh
 from moa_jax.config import Sampling
-from moa_jax.decode.vocabulary import FILE as VOCABULARY
-from moa_jax.decode.vocabulary import DraftVocabulary, save_vocabulary
+from moa_jax.decode.draft_vocabulary import FILE as VOCABULARY
+from moa_jax.decode.draft_vocabulary import DraftVocabulary, save_vocabulary
 from moa_jax.runtime import multihost as processes
 from moa_jax.runtime.multihost import Failure, ProcessGroup
 from tests.meeting import free_port, loopback, wait_for
@@ -237,7 +237,7 @@ def together(first: list[str], second: list[str], *both: str, env=None) -> list[
 
 # The target's bytes that this process reads, where each has half of what is cut.
 READ = """
-from infer.flags.pair import DEMO
+from infer.cli.flags.pair import DEMO
 from moa_jax.files import packed
 from moa_jax.model import sharding
 from moa_jax.pretrained import load_target

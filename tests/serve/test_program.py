@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from infer import serve
+from infer.cli.program import run
 from infer.http.address import bind
 from infer.http.auth import is_bearer, read_keys
 from infer.http.run import serve_until_signal
-from infer.program import run
 from moa_jax.errors import InputError
 
 

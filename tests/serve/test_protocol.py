@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moa_jax.decode.sample import Sampling
+from moa_jax.decode.sampling import Sampling
 from tests.serve.toy_server import (
     CHATS,
     COMPLETIONS,

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from infer.flags.pair import DEMO
+from infer.cli.flags.pair import DEMO
 from infer.http.address import bind
 from infer.http.timeouts import TimedHttp
 from infer.openai.app import OpenAIServer, ServingLimits
@@ -26,7 +26,7 @@ from moa_jax.config import DraftShape
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.engine import Full, Load, News, Request, Ticket
 from moa_jax.decode.logprobs import TokenLogprob
-from moa_jax.decode.sample import Sampling
+from moa_jax.decode.sampling import Sampling
 from tests.meeting import PATIENCE, wait_for
 
 VOCAB, EOS, FIRST = 2048, 4, 6  # of the bundled tokenizer; ids from FIRST on are no special tokens

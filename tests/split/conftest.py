@@ -10,8 +10,8 @@ from tests.split.split_server import ToySlots, running
 @pytest.fixture
 def impatient(monkeypatch):
     """Attempts to connect again come fast."""
-    monkeypatch.setattr("infer.split.client.session.FIRST_WAIT", 0.01)
-    monkeypatch.setattr("infer.split.client.session.LONGEST_WAIT", 0.1)
+    monkeypatch.setattr("infer.split_client.session.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("infer.split_client.session.LONGEST_WAIT", 0.1)
 
 
 @pytest.fixture(scope="module")

@@ -23,14 +23,14 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 
 from infer.bench.network import PROFILES, Profile, in_thread
-from infer.split.client.answering import SplitClient
-from infer.split.client.state import AnswerEvent, ClientOptions, Counts
-from infer.split.link import ServerAddress
-from infer.split.server.app import PATH, ConnectionLimits, SplitServer
-from infer.split.server.sessions import ServerLimits
+from infer.split_client.answering import SplitClient
+from infer.split_client.link import ServerAddress
+from infer.split_client.state import AnswerEvent, ClientOptions, Counts
+from infer.split_server.app import PATH, ConnectionLimits, SplitServer
+from infer.split_server.sessions import ServerLimits
 from moa_jax.config import DraftShape, Sampling
-from moa_jax.split import wire
-from moa_jax.split.half import EXACT, ClientDrafter
+from moa_jax.split import protocol
+from moa_jax.split.client_drafter import EXACT, ClientDrafter
 from tests.split.resets import ResettingProxy
 from tests.split.split_server import (
     PAIRING,
@@ -319,7 +319,9 @@ def spoiler(seed: int, chances: int, share: float = 0.3) -> Spoil:
                 "text": ["a text", message],
                 "cut": [message[: chance.randrange(len(message))], message],
                 "close": [CLOSE],
-                "fault": [wire.encode(wire.Fault(chance.choice(PASSING), "said so", False))],
+                "fault": [
+                    protocol.encode(protocol.Fault(chance.choice(PASSING), "said so", False))
+                ],
             }[kind]
         return ready
 
@@ -423,7 +425,7 @@ def refuses_until(proxy, tokens: int):
     def act(index, answering) -> None:
         if index == 4:
             proxy.refuse()
-        if len(answering.text.tail) > tokens:
+        if len(answering.text.unverified) > tokens:
             proxy.heal()
 
     return act

@@ -16,20 +16,22 @@ import uvicorn
 from websockets.sync.client import ClientConnection, connect
 
 from infer.http.timeouts import TimedHttp
-from infer.split.server.app import PATH, ConnectionLimits, SplitServer
-from infer.split.server.metrics import ServerMetrics
-from infer.split.server.service import Service
-from infer.split.server.sessions import ServerLimits
+from infer.split_server.app import PATH, ConnectionLimits, SplitServer
+from infer.split_server.metrics import ServerMetrics
+from infer.split_server.service import Service
+from infer.split_server.sessions import ServerLimits
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
-from moa_jax.split import rows, wire
-from moa_jax.split.slots import NODES, Reply, Slot
+from moa_jax.split import protocol, rows
+from moa_jax.split.server_target import NODES, Reply, Slot
 from tests.meeting import PATIENCE, wait_for
 
 VOCAB = 97
 SPECS = [rows.LeafSpec((2, 4), np.float32), rows.LeafSpec((3,), np.float32)]
 PAIRING = {"method": "toy", "vocab_size": VOCAB, "target_sha256": "ab" * 32}
-LIMITS = wire.MessageLimits(max_tokens=1 << 16, max_nodes=63, max_rows=1 << 12, max_bytes=1 << 26)
+LIMITS = protocol.MessageLimits(
+    max_tokens=1 << 16, max_nodes=63, max_rows=1 << 12, max_bytes=1 << 26
+)
 
 
 class Steps:
@@ -234,7 +236,7 @@ class Client:
         )
         self.codec, self.session = codec, ""
         if hello:
-            self.send(wire.Hello("a test", PAIRING, codec, False))
+            self.send(protocol.Hello("a test", PAIRING, codec, False))
             self.welcome = self.receive()
 
     def __enter__(self) -> Client:
@@ -250,29 +252,29 @@ class Client:
         self._stack.close()
 
     def send(self, message: object) -> None:
-        self.socket.send(message if isinstance(message, (bytes, str)) else wire.encode(message))
+        self.socket.send(message if isinstance(message, (bytes, str)) else protocol.encode(message))
 
     def receive(self, seconds: float = PATIENCE):
-        return wire.decode_down(self.socket.recv(seconds), LIMITS)
+        return protocol.decode_down(self.socket.recv(seconds), LIMITS)
 
-    def reply(self) -> list[wire.Committed]:
+    def reply(self) -> list[protocol.Committed]:
         """All parts of one reply."""
         parts = [self.receive()]
-        while isinstance(parts[-1], wire.Committed) and parts[-1].more:
+        while isinstance(parts[-1], protocol.Committed) and parts[-1].more:
             parts.append(self.receive())
         return parts
 
-    def open(self, tokens: list[int], total: int = 400, **changes) -> list[wire.Committed]:
+    def open(self, tokens: list[int], total: int = 400, **changes) -> list[protocol.Committed]:
         self.send(opening(tokens, total, **changes))
         opened = self.receive()
-        if not isinstance(opened, wire.Opened):
+        if not isinstance(opened, protocol.Opened):
             return [opened]
         self.session = opened.session
         return self.reply()
 
     def draft(self, seq: int, tokens: list[int] = (), parents: list[int] | None = None):
         chain = list(range(len(tokens)))
-        self.send(wire.Verify(seq, list(tokens), chain if parents is None else parents))
+        self.send(protocol.Verify(seq, list(tokens), chain if parents is None else parents))
         (*_, verdict) = self.reply()  # rows of many bytes come in several parts
         return verdict
 
@@ -288,7 +290,7 @@ class Client:
         return text
 
 
-def opening(tokens: list[int], total: int = 400, **changes) -> wire.Open:
+def opening(tokens: list[int], total: int = 400, **changes) -> protocol.Open:
     fields = {
         "seq": 0,
         "tokens": tokens,
@@ -297,6 +299,6 @@ def opening(tokens: list[int], total: int = 400, **changes) -> wire.Open:
         "known": 0,
         "total": total,
         "stop_ids": [],
-        "sampling": wire.sampling_fields(Sampling()),
+        "sampling": protocol.sampling_fields(Sampling()),
     }
-    return wire.Open(**fields | changes)
+    return protocol.Open(**fields | changes)

@@ -10,16 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from infer import client, program
+from infer import client
 from infer.bench.network import in_thread
-from infer.split.client.state import AnswerEvent
+from infer.cli import program
+from infer.split_client.state import AnswerEvent
 from moa_jax.config import Sampling
+from moa_jax.decode.detokenize import Detokenizer, Writer
 from moa_jax.decode.session import rows_of
-from moa_jax.decode.text import Detokenizer, Writer
-from moa_jax.split import wire
-from moa_jax.split.half import ClientDrafter
+from moa_jax.split import protocol
+from moa_jax.split.client_drafter import ClientDrafter
 from moa_jax.split.pairing import pairing_of
-from moa_jax.split.slots import TargetSlots
+from moa_jax.split.server_target import TargetSlots
 from tests.certificates import certificate
 from tests.model_folders import save_random_pair
 from tests.pairs import NO_STOP, Pair, random_pair_of
@@ -45,8 +46,8 @@ def pair(folder) -> Pair:
 def slots(pair: Pair):
     """Few sizes, and so few programs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moa_jax.split.slots.NODES", (16,))
-        patch.setattr("moa_jax.split.slots.SESSIONS", (2,))
+        patch.setattr("moa_jax.split.server_target.NODES", (16,))
+        patch.setattr("moa_jax.split.server_target.SESSIONS", (2,))
         yield TargetSlots(
             pair.target, pair.drafter, num_slots=2, max_tokens=64, max_nodes=16, chunk=32
         )
@@ -200,7 +201,7 @@ def test_split_client_says_what_a_server_refuses(ask, server, files):
 
 def test_split_client_prints_the_answers_before_one_that_fails(ask, server, files):
     """The second prompt is refused: what is there of --json is printed nevertheless."""
-    fault = wire.encode(wire.Fault("too_long", "not this one", False))
+    fault = protocol.encode(protocol.Fault("too_long", "not this one", False))
 
     def spoil(message, seen):
         opened = sum(one[1] == 66 for one in seen)
@@ -238,7 +239,9 @@ def test_split_client_of_another_version_is_told_so(ask, server):
     with relayed(server.port, spoil, token="secret") as port:
         said = refused(ask(*IDS, url=f"ws://127.0.0.1:{port}/v1/split"))
     assert "speaks protocol version 9" in said
-    refusal = wire.encode(wire.Fault("version", "the other side speaks protocol version 1", True))
+    refusal = protocol.encode(
+        protocol.Fault("version", "the other side speaks protocol version 1", True)
+    )
     with relayed(server.port, lambda message, seen: [refusal], token="secret") as port:
         said = refused(ask(*IDS, url=f"ws://127.0.0.1:{port}/v1/split"))
     assert "the server refuses: the other side speaks protocol version 1" in said
@@ -427,7 +430,7 @@ def test_split_client_needs_no_file_of_the_targets_but_what_it_borrows(ask, fold
 @pytest.mark.parametrize("policy", ["verify", "keep"])
 def test_disconnect_program_says_it_and_exits_with_0(policy, ask, server, pair, monkeypatch):
     """The link is cut after the first bytes of the answer, and comes back."""
-    monkeypatch.setattr("infer.split.client.session.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("infer.split_client.session.FIRST_WAIT", 0.01)
     with in_thread(ResettingProxy("127.0.0.1", server.port)) as proxy:
         proxy.reset_after(6000, "down")
         url = f"ws://127.0.0.1:{proxy.port}/v1/split"

@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from infer.split.client.state import ClientOptions
-from infer.split.link import ServerBusy, ConnectionLost
-from infer.split.server.app import ConnectionLimits
+from infer.split_client.link import ConnectionLost, ServerBusy
+from infer.split_client.state import ClientOptions
+from infer.split_server.app import ConnectionLimits
 from moa_jax.config import Sampling
-from moa_jax.split import wire
+from moa_jax.split import protocol
 from tests.split.resets import ResettingProxy
 from tests.split.split_client import (
     CHAIN,
@@ -258,12 +258,12 @@ def test_disconnect_client_waits_for_a_slot_and_writes_on():
                     proxy.refuse()
                     server.wait(lambda: server.service.num_connected == 0)
                     other.send(opening(PROMPT))  # takes the slot away
-                    assert isinstance(other.receive(), wire.Opened)
+                    assert isinstance(other.receive(), protocol.Opened)
                     proxy.heal()
                     opened.append(len(answering.text.answer))
                 if opened and len(answering.text.answer) > opened[0] + 20 and len(opened) == 1:
                     opened.append(len(answering.text.answer))
-                    other.send(wire.Close())
+                    other.send(protocol.Close())
 
             found = ask(server_at(proxy.port), CHAIN, PROMPT, 200, act=act)
     assert len(opened) == 2

@@ -20,17 +20,17 @@ import jax.numpy as jnp
 import pytest
 
 from infer.bench.network import PROFILES
-from infer.flags.pair import DEMO
-from infer.split.client.state import ClientOptions
-from infer.split.link import ServerAddress
+from infer.cli.flags.pair import DEMO
+from infer.split_client.link import ServerAddress
+from infer.split_client.state import ClientOptions
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.data import chat
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.pretrained import describe_target
-from moa_jax.split.half import ClientDrafter
+from moa_jax.split.client_drafter import ClientDrafter
 from moa_jax.split.pairing import pairing_of
-from moa_jax.split.slots import TargetSlots
+from moa_jax.split.server_target import TargetSlots
 from tests.pairs import NO_STOP, random_pair_of
 from tests.split.resets import ResettingProxy
 from tests.split.split_client import answered, linked, relayed, run_client, serving, spoiler
@@ -57,8 +57,8 @@ def facts(pair):
 def server(pair, facts):
     """Few sizes, and so few programs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moa_jax.split.slots.NODES", (16,))
-        patch.setattr("moa_jax.split.slots.SESSIONS", (4,))
+        patch.setattr("moa_jax.split.server_target.NODES", (16,))
+        patch.setattr("moa_jax.split.server_target.SESSIONS", (4,))
         slots = TargetSlots(
             pair.target, pair.drafter, num_slots=4, max_tokens=64, max_nodes=16, chunk=32
         )

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from infer.split.client.answering import SplitClient
-from infer.split.client.state import ClientOptions
-from infer.split.link import ConnectionLost
-from moa_jax.split import wire
+from infer.split_client.answering import SplitClient
+from infer.split_client.link import ConnectionLost
+from infer.split_client.state import ClientOptions
+from moa_jax.split import protocol
 from tests.split.split_client import (
     CHAIN,
     CLOSE,
@@ -93,7 +93,7 @@ def test_disconnect_damaged_version_is_a_lost_link(server, kind):
         if len(seen) > 4 and "close" in to_do:
             to_do.remove("close")
             return [CLOSE]  # so that Welcome and Resumed come once more
-        if "close" not in to_do and to_do and wire.DOWN[message[1]].__name__ == kind:
+        if "close" not in to_do and to_do and protocol.DOWN[message[1]].__name__ == kind:
             to_do.remove("damage")
             return [b"!" + message[1:]]
         return [message]
@@ -114,7 +114,7 @@ def test_disconnect_session_that_never_began_is_opened_anew(server):
             return [CLOSE]
         if "forge" in to_do and message[1] == 68:
             to_do.remove("forge")
-            return [wire.encode(wire.Resumed(-1))]
+            return [protocol.encode(protocol.Resumed(-1))]
         return [message]
 
     found = relays(server, spoil)
@@ -143,8 +143,8 @@ def test_disconnect_replies_that_do_not_fit_are_lost_links(server, name, policy)
 
     def spoil(message, seen):
         if message[1] == 67 and len(seen) > 8:
-            verdict = wire.decode_down(message, LIMITS)
-            return [wire.encode(dataclasses.replace(verdict, **FORGED[name]))] * 3
+            verdict = protocol.decode_down(message, LIMITS)
+            return [protocol.encode(dataclasses.replace(verdict, **FORGED[name]))] * 3
         return [message]
 
     options = dataclasses.replace(CHAIN, policy=policy, reconnect_seconds=0.3)
@@ -158,7 +158,7 @@ def test_disconnect_replies_that_do_not_fit_are_lost_links(server, name, policy)
 def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
     """Once the answer has begun, every message of a kind is replaced."""
     number = {"Welcome": 65, "Opened": 66, "Committed": 67, "Resumed": 68}[kind]
-    fault = wire.encode(wire.Fault("pairing", "no", True))
+    fault = protocol.encode(protocol.Fault("pairing", "no", True))
 
     def spoil(message, seen):
         if len(seen) == 7:
@@ -186,7 +186,7 @@ def test_disconnect_kept_tail_is_read_by_the_session_that_waited(server):
             rest_until_linked(half, answering)
             if index == 4:
                 proxy.refuse()
-            if len(answering.text.tail) > 20:
+            if len(answering.text.unverified) > 20:
                 proxy.heal()
 
         found = ask(server_at(proxy.port), options, PROMPT, 200, half, act=act)
@@ -202,7 +202,7 @@ def test_disconnect_again_in_the_middle_of_a_long_tail(server, monkeypatch):
     verify, calls = SplitClient._verify_tail, []
 
     async def failing(self):
-        calls.append(len(self.text.tail))
+        calls.append(len(self.text.unverified))
         if len(calls) == 2:
             raise ConnectionLost("again")
         await verify(self)

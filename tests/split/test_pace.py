@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from infer.split.client.pace import PRIOR, DraftPace, NextDraft
+from infer.split_client.pace import PRIOR, DraftPace, NextDraft
 
 LENGTHS = [1, 2, 3, 4, 6, 8]
 

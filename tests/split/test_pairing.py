@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from moa_jax import load_drafter, load_target
-from moa_jax.files.parts import model_hash
+from moa_jax.files.client_files import model_hash
 from moa_jax.split.pairing import mismatch, pairing_of
 from tests.model_folders import edit_json, edit_tensors, tensors_of
 

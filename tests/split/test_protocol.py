@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from moa_jax.config import Sampling
-from moa_jax.split import rows, wire
-from moa_jax.split.rows import LeafSpec, bytes_per_token, pack, unpack
-from moa_jax.split.wire import (
+from moa_jax.split import protocol, rows
+from moa_jax.split.protocol import (
     DOWN,
     FORMS,
     KIND_OF,
@@ -41,6 +40,7 @@ from moa_jax.split.wire import (
     encode,
     sampling_fields,
 )
+from moa_jax.split.rows import LeafSpec, bytes_per_token, pack, unpack
 from tests.model_folders import refusal
 
 LIMITS = MessageLimits(
@@ -91,7 +91,7 @@ def raw_fields(message: Any) -> dict[str, Any]:
 
 def raw(message: type, fields: Any) -> bytes:
     """What a broken or hostile peer may send."""
-    return bytes((wire.VERSION, KIND_OF[message])) + msgpack.packb(fields)
+    return bytes((protocol.VERSION, KIND_OF[message])) + msgpack.packb(fields)
 
 
 def of(message: type) -> Any:
@@ -293,20 +293,20 @@ def test_each_side_reads_the_other_side_only():
         assert "none of" in refusal(wrong_way, encode(message), LIMITS)
     for kind in set(range(256)) - UP.keys():
         assert "none of Hello, Open" in refusal(
-            decode_up, bytes((wire.VERSION, kind, 0x80)), LIMITS
+            decode_up, bytes((protocol.VERSION, kind, 0x80)), LIMITS
         )
 
 
 def test_another_version_is_told_from_a_broken_message():
-    for version in (0, wire.VERSION - 1, wire.VERSION + 1, 255):
+    for version in (0, protocol.VERSION - 1, protocol.VERSION + 1, 255):
         with pytest.raises(
-            WrongVersion, match=rf"version {version}, .* version {wire.VERSION};"
+            WrongVersion, match=rf"version {version}, .* version {protocol.VERSION};"
         ) as error:
             decode_up(bytes((version,)) + encode(Close())[1:], LIMITS)
         assert error.value.theirs == version
 
 
-@pytest.mark.parametrize("data", [b"", bytes((wire.VERSION,)), "text", None])
+@pytest.mark.parametrize("data", [b"", bytes((protocol.VERSION,)), "text", None])
 def test_what_is_no_message_at_all(data):
     refused(data, Close)
 

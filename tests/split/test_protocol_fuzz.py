@@ -9,8 +9,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from moa_jax.split.rows import LeafSpec, pack, unpack
-from moa_jax.split.wire import (
+from moa_jax.split.protocol import (
     DOWN,
     KIND_OF,
     UP,
@@ -20,6 +19,7 @@ from moa_jax.split.wire import (
     decode_up,
     encode,
 )
+from moa_jax.split.rows import LeafSpec, pack, unpack
 from tests.split.test_protocol import LIMITS, SECRET, random_messages, random_rows
 
 TRIALS = 2000

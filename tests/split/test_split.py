@@ -13,10 +13,10 @@ from moa_jax import load_drafter
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.errors import InputError
 from moa_jax.pretrained import describe_target
-from moa_jax.split.half import ClientDrafter
+from moa_jax.split.client_drafter import ClientDrafter
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.rows import pack, unpack
-from moa_jax.split.slots import DraftRequest, NoSlot, TargetSlots
+from moa_jax.split.server_target import DraftRequest, NoSlot, TargetSlots
 from tests.pairs import NO_STOP, Pair, random_pair_of
 from tests.split.split_client import num_held
 
@@ -78,8 +78,8 @@ def pair(request, tmp_path_factory) -> Pair:
 def slots(pair: Pair):
     """Few sizes, and so few programs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moa_jax.split.slots.NODES", (16,))
-        patch.setattr("moa_jax.split.slots.SESSIONS", (4,))
+        patch.setattr("moa_jax.split.server_target.NODES", (16,))
+        patch.setattr("moa_jax.split.server_target.SESSIONS", (4,))
         yield TargetSlots(
             pair.target, pair.drafter, num_slots=4, max_tokens=64, max_nodes=16, chunk=32
         )

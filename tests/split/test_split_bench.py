@@ -12,17 +12,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from infer import bench, program
+from infer import bench
 from infer.bench.network import Proxy, in_thread
 from infer.bench.split import alone as alone_texts
 from infer.bench.split import run, table
 from infer.bench.split.flags import parser_of
 from infer.bench.split.pairs import SplitBench, SplitPair, Way, options_of
-from infer.program import Progress
-from infer.split.client.answering import SplitClient
-from infer.split.client.drafter import PIECE
-from infer.split.client.figures import figures_of, timed
-from infer.split.client.state import AnswerEvent, ClientOptions
+from infer.cli import program
+from infer.cli.program import Progress
+from infer.split_client.answering import SplitClient
+from infer.split_client.drafter import PIECE
+from infer.split_client.figures import figures_of, timed
+from infer.split_client.state import AnswerEvent, ClientOptions
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 from tests.pairs import NO_STOP, random_pair_of

@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from infer.split.client.answering import SplitClient
-from infer.split.client.replies import TokenRows, joined
-from infer.split.link import ConnectionLost
+from infer.split_client.answering import SplitClient
+from infer.split_client.link import ConnectionLost
+from infer.split_client.replies import TokenRows, joined
 from tests.split.split_client import (
     CHAIN,
     CLOSE,
@@ -123,7 +123,7 @@ def test_disconnect_again_and_again_feeds_no_token_twice(server, monkeypatch):
         return chain(text, known, steps)
 
     async def failing(self):
-        calls.append(len(self.text.tail))
+        calls.append(len(self.text.unverified))
         if len(calls) == 1:
             fed.clear()
         if len(calls) < 6:
@@ -167,7 +167,7 @@ def test_split_parts_that_follow_each_other_are_taken_in_at_once():
 
 
 def test_split_replies_in_small_parts_are_taken_in_whole(monkeypatch):
-    monkeypatch.setattr("infer.split.server.sessions.PART_BYTES", 100)  # of two tokens
+    monkeypatch.setattr("infer.split_server.sessions.PART_BYTES", 100)  # of two tokens
     half, sizes = ToyHalf(), []
     absorb = half.absorb
     half.absorb = lambda start, tokens, rows: (

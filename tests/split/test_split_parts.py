@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from infer import generate, program
+from infer import generate
+from infer.cli import program
 from infer.convert import main as convert
 from moa_jax import load_drafter, load_target
 from moa_jax.config import DraftShape, Eagle3Config, EagleConfig, MoaConfig, Sampling
-from moa_jax.files import folders, parts
+from moa_jax.files import client_files, model_folder
 from moa_jax.pretrained import describe_target, functions_of, load_borrowed, save_drafter
-from moa_jax.split.half import ClientDrafter
+from moa_jax.split.client_drafter import ClientDrafter
 from moa_jax.split.pairing import mismatch, pairing_of
 from tests.drafting import untrained
 from tests.model_folders import edit_json, edit_tensors, refusal, tensors_of
@@ -121,7 +122,7 @@ def test_the_part_holds_what_the_client_reads_and_no_more(cuts, kind):
     assert {int(name.split(".")[2]) for name in held - outer} == set(layers)
     for name, absent in (("target", "model.layers.0"), ("draft", LEFT_OUT[kind])):
         whole, part = (set(tensors_of(cuts / side / name)) for side in ("whole", "part"))
-        assert part | set(parts.left_out(cuts / "part" / name)) == whole
+        assert part | set(client_files.left_out(cuts / "part" / name)) == whole
         assert absent is None or not any(name.startswith(absent) for name in part)
     assert any("d2t" in name for name in part) == (kind == "eagle3")
 
@@ -225,9 +226,9 @@ def test_a_part_for_another_drafter_is_refused(moa):
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"left_out": {"x": 3}}', "{", '{"left_out": 1}'])
 def test_a_damaged_list_of_what_is_left_out_is_refused(moa, content):
-    (moa / "part" / "target" / parts.FILE).write_text(content)
+    (moa / "part" / "target" / client_files.FILE).write_text(content)
     said = refusal(facts, moa / "part")
-    assert str(moa / "part" / "target" / parts.FILE) in said
+    assert str(moa / "part" / "target" / client_files.FILE) in said
 
 
 # ---- files --------------------------------------------------------------------------------
@@ -246,22 +247,22 @@ def test_the_same_weights_in_other_files_are_the_same(moa, monkeypatch):
     index = {"metadata": {}, "weight_map": file_of}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert mismatch(before, facts(moa / "whole")) == ""
-    monkeypatch.setattr(folders, "_MAX_FILE_BYTES", 20_000)  # and the part may be split, too
+    monkeypatch.setattr(model_folder, "_MAX_FILE_BYTES", 20_000)  # and the part may be split, too
     cut(moa / "whole", moa / "part", "--overwrite")
     assert len(list((moa / "part" / "target").glob("*.safetensors"))) > 1
     assert mismatch(before, facts(moa / "part")) == ""
 
 
 def test_of_a_large_tensor_blocks_are_read_from_its_first_byte_to_its_last(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "SAMPLES", 3)
-    monkeypatch.setattr(parts, "SAMPLE_BYTES", 16)
+    monkeypatch.setattr(client_files, "SAMPLES", 3)
+    monkeypatch.setattr(client_files, "SAMPLE_BYTES", 16)
     size, found = 1000, set()
     for edited in (None, 0, 15, 16, 492, 507, 984, 999):
         content = np.zeros(size, np.uint8)
         if edited is not None:
             content[edited] = 1
         save_file({"x": content}, tmp_path / "model.safetensors")
-        found.add(parts.lines_of(tmp_path)["x"])
+        found.add(client_files.lines_of(tmp_path)["x"])
     assert len(found) == 7  # the one at 16 lies between blocks
 
 
@@ -279,14 +280,14 @@ def test_tensors_are_copied_as_they_are_stored(moa):
 @pytest.mark.parametrize("there", [False, True], ids=["new", "overwritten"])
 def test_both_folders_appear_or_none(moa, monkeypatch, there):
     before = facts(moa / "part")
-    copy, output = parts.copy, moa / ("part" if there else "new")
+    copy, output = client_files.copy, moa / ("part" if there else "new")
 
     def fails(source, folder, names):
         copy(source, folder, names)
         if folder.name == "draft":
             raise OSError("no space left")
 
-    monkeypatch.setattr(parts, "copy", fails)
+    monkeypatch.setattr(client_files, "copy", fails)
     names = sorted(path.name for path in moa.iterdir())
     with pytest.raises(OSError, match="no space left"):
         cut(moa / "whole", output, *(["--overwrite"] if there else []))

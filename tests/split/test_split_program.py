@@ -23,15 +23,15 @@ import pytest
 from websockets.sync.client import connect
 
 from infer import server
+from infer.cli.program import INTERRUPTED, run
 from infer.http.address import bind, check_address, is_loopback
 from infer.http.log import EventLog, WarningHandler
-from infer.program import INTERRUPTED, run
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
-from moa_jax.split import wire
+from moa_jax.split import protocol
 from moa_jax.split.pairing import pairing_of
-from moa_jax.split.slots import DraftRequest, TargetSlots
+from moa_jax.split.server_target import DraftRequest, TargetSlots
 from tests.certificates import certificate
 from tests.meeting import wait_for
 from tests.model_folders import save_random_pair
@@ -223,22 +223,23 @@ def answer(url: str, pair: Path, prompt: list[int], count: int, **options) -> li
     with connect(url, compression=None, max_size=None, **options) as link:
 
         def ask(message):
-            link.send(wire.encode(message))
-            return wire.decode_down(link.recv(60), LIMITS)
+            link.send(protocol.encode(message))
+            return protocol.decode_down(link.recv(60), LIMITS)
 
-        assert isinstance(ask(wire.Hello("a test", facts, "int8", True)), wire.Welcome)
-        sampling = wire.sampling_fields(Sampling())
+        assert isinstance(ask(protocol.Hello("a test", facts, "int8", True)), protocol.Welcome)
+        sampling = protocol.sampling_fields(Sampling())
         total = len(prompt) + count
         assert isinstance(
-            ask(wire.Open(0, prompt, len(prompt), False, 0, total, [], sampling)), wire.Opened
+            ask(protocol.Open(0, prompt, len(prompt), False, 0, total, [], sampling)),
+            protocol.Opened,
         )
-        while (verdict := wire.decode_down(link.recv(60), LIMITS)).more:
+        while (verdict := protocol.decode_down(link.recv(60), LIMITS)).more:
             pass
         text = list(verdict.tokens)
         while not verdict.done:
-            verdict = ask(wire.Verify(verdict.seq + 1, [text[-1]], [0]))
+            verdict = ask(protocol.Verify(verdict.seq + 1, [text[-1]], [0]))
             text += verdict.tokens
-        link.send(wire.encode(wire.Close()))
+        link.send(protocol.encode(protocol.Close()))
     return text
 
 

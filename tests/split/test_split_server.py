@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from infer.split.server.app import ConnectionLimits
-from moa_jax.split import rows, wire
+from infer.split_server.app import ConnectionLimits
+from moa_jax.split import protocol, rows
 from tests.split.split_server import (
     PAIRING,
     PATIENCE,
@@ -41,13 +41,13 @@ def server():
         assert found.metric("split_failures_total") == 0
 
 
-def ended(client: Client) -> wire.Fault | None:
+def ended(client: Client) -> protocol.Fault | None:
     """The last Fault of a connection that the server closed; None if it closed without one."""
     fault = None
     with contextlib.suppress(ConnectionClosed):
         while True:
             message = client.receive()
-            fault = message if isinstance(message, wire.Fault) else fault
+            fault = message if isinstance(message, protocol.Fault) else fault
     return fault
 
 
@@ -57,7 +57,7 @@ def change_limits(server, **changes) -> None:
     connection._limits = dataclasses.replace(connection._limits, **changes)
 
 
-def unpacked(parts: list[wire.Committed]) -> list[np.ndarray]:
+def unpacked(parts: list[protocol.Committed]) -> list[np.ndarray]:
     made = [rows.unpack(p.rows, p.count, SPECS, "float32", False) for p in parts]
     return [np.concatenate(leaves) for leaves in zip(*made, strict=True)]
 
@@ -84,27 +84,27 @@ def test_split_answer_is_the_targets_with_all_rows(server):
 def test_split_stream_comes_token_by_token_and_again_after_a_lost_link(server):
     with Client(server) as client:
         client.open(PROMPT, total=40, known=len(PROMPT))
-        client.send(wire.Stream(1))
+        client.send(protocol.Stream(1))
         parts = client.reply()
         assert sum((part.tokens for part in parts), []) == plain(PROMPT, 20)[1:]
         assert len(parts) == 19 and parts[-1].done == "length"
     with Client(server) as back:
-        back.send(wire.Resume(client.session, 0))
-        assert back.receive() == wire.Resumed(1)
+        back.send(protocol.Resume(client.session, 0))
+        assert back.receive() == protocol.Resumed(1)
         assert back.reply() == parts
-        back.send(wire.Close())
+        back.send(protocol.Close())
 
 
 def test_split_session_reads_what_was_kept_and_replays(server):
     with Client(server) as client:
         root = client.open(PROMPT)[-1].tokens
         kept = [9, 8, 7]
-        client.send(wire.Read(1, kept))
+        client.send(protocol.Read(1, kept))
         (verdict,) = client.reply()
         assert (verdict.start, verdict.count, verdict.tokens) == (20, 3, kept)
         text = PROMPT + root + kept
         assert client.draft(2).tokens == [next_token(text)]
-        client.send(wire.Close())
+        client.send(protocol.Close())
         parts = client.open(text, root_given=True, known=11)
         assert parts[-1].tokens == [] and parts[0].start == 11
         assert parts[-1].start + parts[-1].count == len(text) - 1
@@ -116,7 +116,7 @@ def test_split_limits_of_a_text_end_it(server):
         client.open(PROMPT, total=23)
         verdict = client.draft(1, plain(PROMPT, 5)[1:])
         assert (len(verdict.tokens), verdict.done) == (2, "length")
-        client.send(wire.Verify(2, [], []))
+        client.send(protocol.Verify(2, [], []))
         assert ended(client).code == "state"
     stop = plain(PROMPT, 3)[2]
     with Client(server) as client:
@@ -131,43 +131,43 @@ def test_split_duplicates_get_the_same_bytes(server):
         first = [client.socket.recv(PATIENCE) for _ in range(4)]
         client.send(opening(PROMPT))
         assert [client.socket.recv(PATIENCE) for _ in range(4)] == first
-        client.send(wire.Verify(1, [3], [0]))
+        client.send(protocol.Verify(1, [3], [0]))
         verdict = client.socket.recv(PATIENCE)
         before = len(server.slots.diary)
         for _ in range(3):
-            client.send(wire.Verify(1, [3], [0]))
+            client.send(protocol.Verify(1, [3], [0]))
             assert client.socket.recv(PATIENCE) == verdict
         assert len(server.slots.diary) == before
         assert (
             client.draft(2).start
-            == wire.decode_down(verdict, server.server.message_limits).start + 1
+            == protocol.decode_down(verdict, server.server.message_limits).start + 1
         )
 
 
 def test_split_resume_sends_the_lost_reply(server):
     with Client(server) as client:
         root = client.open(PROMPT)[-1].tokens
-        client.send(wire.Verify(1, [], []))
+        client.send(protocol.Verify(1, [], []))
         session = client.session
         server.wait(lambda: complete(server, session, 1))
         client.drop()
     with Client(server) as client:
-        client.send(wire.Resume(session, 0))
-        assert client.receive() == wire.Resumed(1)
+        client.send(protocol.Resume(session, 0))
+        assert client.receive() == protocol.Resumed(1)
         (verdict,) = client.reply()
         assert verdict.seq == 1 and verdict.tokens == [next_token(PROMPT + root)]
         client.drop()
     with Client(server) as client:
-        client.send(wire.Resume(session, 1))
-        assert client.receive() == wire.Resumed(1)
+        client.send(protocol.Resume(session, 1))
+        assert client.receive() == protocol.Resumed(1)
         assert client.draft(2).seq == 2  # nothing was sent twice
 
 
 def test_split_resume_takes_a_session_from_a_half_open_connection(server):
     with Client(server) as old, Client(server) as new:
         old.open(PROMPT)
-        new.send(wire.Resume(old.session, 0))
-        assert new.receive() == wire.Resumed(0)
+        new.send(protocol.Resume(old.session, 0))
+        assert new.receive() == protocol.Resumed(0)
         assert ended(old).code == "state"
         assert new.draft(1).seq == 1
 
@@ -178,7 +178,7 @@ def test_split_resume_in_another_codec_or_of_a_stranger_is_gone(server):
         session = client.session
     with Client(server, codec="int8") as client:
         for name in (session, "0" * 32):
-            client.send(wire.Resume(name, 0))
+            client.send(protocol.Resume(name, 0))
             fault = client.receive()
             assert (fault.code, fault.fatal) == ("gone", False)
         assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)  # the connection goes on
@@ -192,7 +192,7 @@ def test_split_resume_after_expiry_is_gone():
         server.wait(lambda: server.named("expire"))
         server.wait(lambda: server.slots.slots == [None] * 4)
         with Client(server) as client:
-            client.send(wire.Resume(session, 0))
+            client.send(protocol.Resume(session, 0))
             assert client.receive().code == "gone"
             assert client.answer(PROMPT, 8)[:8] == plain(PROMPT, 8)
 
@@ -239,11 +239,11 @@ def test_split_too_many_clients_are_503():
             pass
 
 
-HELLO = wire.encode(wire.Hello("x", PAIRING, "float32", False))
+HELLO = protocol.encode(protocol.Hello("x", PAIRING, "float32", False))
 
 
 def pairing(**changes) -> bytes:
-    return wire.encode(wire.Hello("x", PAIRING | changes, "float32", False))
+    return protocol.encode(protocol.Hello("x", PAIRING | changes, "float32", False))
 
 
 REFUSED = {  # what is said first, the code and a part of the text
@@ -251,12 +251,12 @@ REFUSED = {  # what is said first, the code and a part of the text
     "vocabulary": (pairing(vocab_size=96), "pairing", "97 on the server, 96 on the client"),
     "method": (pairing(method="moa"), "pairing", "toy on the server, moa on the client"),
     "extra": (pairing(width=3), "pairing", "width: none on the server"),
-    "before_hello": (wire.encode(wire.Close()), "state", "Close came before Hello"),
-    "open_before_hello": (wire.encode(opening([1])), "state", "Open came before Hello"),
-    "nonsense": (bytes((wire.VERSION, 2)) + b"nonsense", "message", "Open"),
+    "before_hello": (protocol.encode(protocol.Close()), "state", "Close came before Hello"),
+    "open_before_hello": (protocol.encode(opening([1])), "state", "Open came before Hello"),
+    "nonsense": (bytes((protocol.VERSION, 2)) + b"nonsense", "message", "Open"),
     "empty": (b"", "message", "empty"),
     "text": ("hello", "message", "text"),
-    "down": (wire.encode(wire.Opened("0" * 32)), "message", "none of"),
+    "down": (protocol.encode(protocol.Opened("0" * 32)), "message", "none of"),
 }
 
 
@@ -272,12 +272,12 @@ def test_split_protocol_refuses_a_first_message(server, name):
 WRONG = {  # what is said in a session, and the code
     "hello_again": (HELLO, "state"),
     "open_again": (opening([1, 2], seq=5), "state"),
-    "resume": (wire.Resume("0" * 32, 0), "state"),
-    "skipped": (wire.Verify(3, [], []), "state"),
-    "read_too_much": (wire.Read(2, [1] * 400), "state"),
-    "outside": (wire.Verify(2, [97], [0]), "message"),
-    "twins": (wire.Verify(2, [5, 5], [0, 0]), "message"),
-    "too_many": (wire.Verify(2, [1] * 64, list(range(64))), "message"),
+    "resume": (protocol.Resume("0" * 32, 0), "state"),
+    "skipped": (protocol.Verify(3, [], []), "state"),
+    "read_too_much": (protocol.Read(2, [1] * 400), "state"),
+    "outside": (protocol.Verify(2, [97], [0]), "message"),
+    "twins": (protocol.Verify(2, [5, 5], [0, 0]), "message"),
+    "too_many": (protocol.Verify(2, [1] * 64, list(range(64))), "message"),
 }
 
 
@@ -292,10 +292,10 @@ def test_split_protocol_wrong_states_end_the_connection_and_keep_the_session(ser
         assert (fault.code, fault.fatal) == (code, True)
         session = client.session
     with Client(server) as client:
-        client.send(wire.Resume(session, 1))
-        assert client.receive() == wire.Resumed(1)
+        client.send(protocol.Resume(session, 1))
+        assert client.receive() == protocol.Resumed(1)
         assert client.draft(2).seq == 2
-        client.send(wire.Close())
+        client.send(protocol.Close())
 
 
 def test_split_requests_that_do_not_fit_leave_the_connection(server):
@@ -330,7 +330,7 @@ def ask(client: Client, message):
     """The answer to a message; what Opened promises comes after it."""
     client.send(message)
     found = client.receive()
-    return client.receive() if isinstance(found, wire.Opened) else found
+    return client.receive() if isinstance(found, protocol.Opened) else found
 
 
 def test_split_oversized_messages_end_the_connection():
@@ -338,7 +338,7 @@ def test_split_oversized_messages_end_the_connection():
         running(limits=ConnectionLimits(max_message_bytes=2000)) as server,
         Client(server) as client,
     ):
-        client.send(bytes((wire.VERSION, 2)) + bytes(5000))
+        client.send(bytes((protocol.VERSION, 2)) + bytes(5000))
         with pytest.raises(ConnectionClosed) as closed:
             client.receive()
         assert closed.value.rcvd.code == 1009
@@ -387,7 +387,7 @@ def test_split_requests_without_reading_wait_and_leave_nothing_behind():
             text = PROMPT + plain(PROMPT, 1)
             for seq in range(1, 9):
                 right = plain(text, 31)
-                client.send(wire.Verify(seq, right[:30], list(range(30))))
+                client.send(protocol.Verify(seq, right[:30], list(range(30))))
                 text += right
                 for _ in range(30):  # from some point on it waits
                     time.sleep(0 if complete(server, client.session, seq) else 0.01)
@@ -397,21 +397,21 @@ def test_split_requests_without_reading_wait_and_leave_nothing_behind():
         server.wait(lambda: not server.server.connections and not senders())
         assert not server.named("error") and server.metric("split_failures_total") == 0
         with Client(server, max_size=None) as back:
-            back.send(wire.Resume(client.session, 0))
-            assert isinstance(back.receive(), wire.Resumed)
+            back.send(protocol.Resume(client.session, 0))
+            assert isinstance(back.receive(), protocol.Resumed)
 
 
 def test_split_requests_ahead_of_their_replies_are_answered_in_order(server):
     with Client(server) as client:
         text = PROMPT + client.open(PROMPT)[-1].tokens
         for seq in range(1, 6):
-            client.send(wire.Verify(seq, [], []))
+            client.send(protocol.Verify(seq, [], []))
             server.wait(lambda seq=seq: complete(server, client.session, seq))
         for seq in range(1, 6):
             (verdict,) = client.reply()
             assert (verdict.seq, verdict.tokens) == (seq, [next_token(text)])
             text += verdict.tokens
-        client.send(wire.Close())
+        client.send(protocol.Close())
 
 
 def complete(server, session: str, seq: int) -> bool:
@@ -431,15 +431,15 @@ def test_split_slots_under_pressure_go_from_those_who_left_longest(server):
         with Client(server) as client:
             assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)
             with Client(server) as back:
-                back.send(wire.Resume(gone[1], 0))
-                assert back.receive() == wire.Resumed(0)
+                back.send(protocol.Resume(gone[1], 0))
+                assert back.receive() == protocol.Resumed(0)
                 with Client(server) as third:
-                    third.send(wire.Resume(gone[0], 0))
+                    third.send(protocol.Resume(gone[0], 0))
                     assert third.receive().code == "gone"
                     third.send(opening(PROMPT))  # waits, as both slots are in use
                     server.wait(lambda: server.metric("split_queue") == 1)
-                    client.send(wire.Close())
-                    assert isinstance(third.receive(), wire.Opened)
+                    client.send(protocol.Close())
+                    assert isinstance(third.receive(), protocol.Opened)
                     assert third.reply()[-1].tokens == plain(PROMPT, 1)
 
 
@@ -455,8 +455,8 @@ def test_split_full_queue_is_busy():
             server.wait(lambda: server.metric("split_queue") == 1)
             (fault,) = third.open(PROMPT)
             assert (fault.code, fault.fatal) == ("busy", False) and "queue is full" in fault.text
-            first.send(wire.Close())
-            assert isinstance(second.receive(), wire.Opened)
+            first.send(protocol.Close())
+            assert isinstance(second.receive(), protocol.Opened)
             assert second.reply()[-1].tokens == plain(PROMPT, 1)
 
 
@@ -471,7 +471,7 @@ def test_split_drain_lets_running_sessions_end():
             assert server.get("/health").status_code == 503
             assert client.draft(1).seq == 1
             assert not done.done()
-            client.send(wire.Close())
+            client.send(protocol.Close())
             done.result(PATIENCE)
             assert ended(client).code == "draining"
 
@@ -487,7 +487,7 @@ def test_split_failure_of_the_target_ends_the_session_alone():
     with running() as server, Client(server) as client:
         client.open(PROMPT)
         server.slots.error = RuntimeError("secret text")
-        fault = ask(client, wire.Verify(1, [], []))
+        fault = ask(client, protocol.Verify(1, [], []))
         assert (fault.code, fault.fatal) == ("gone", False)
         server.slots.error = None
         assert "secret" not in repr(server.events) + fault.text
@@ -503,7 +503,7 @@ def test_split_two_sessions_are_untouched_by_a_hostile_third(server):
     def honest(prompt):
         with Client(server) as client:
             text = client.answer(prompt, 60)
-            client.send(wire.Close())
+            client.send(protocol.Close())
             return text[:60]
 
     def hostile():
@@ -514,7 +514,7 @@ def test_split_two_sessions_are_untouched_by_a_hostile_third(server):
                     client.send(opening(random.integers(0, 97, 30).tolist()))
                 with contextlib.suppress(ConnectionClosed):
                     client.send(random.bytes(random.integers(1, 300)))
-                    client.send(wire.Verify(int(random.integers(0, 9)), [1, 2], [0, 1]))
+                    client.send(protocol.Verify(int(random.integers(0, 9)), [1, 2], [0, 1]))
                 client.drop()
 
     prompts = [[1, 2, 3], list(range(40))]
@@ -534,11 +534,11 @@ def hostile_message(random: np.random.Generator) -> bytes | str:
     """Noise, or a good message with a piece torn out, changed or added."""
     good = [
         HELLO,
-        wire.encode(opening(random.integers(0, 97, 30).tolist())),
-        wire.encode(wire.Verify(int(random.integers(3)), [1, 2], [0, 1])),
-        wire.encode(wire.Resume("0" * 32, -1)),
-        wire.encode(wire.Read(1, [5])),
-        wire.encode(wire.Close()),
+        protocol.encode(opening(random.integers(0, 97, 30).tolist())),
+        protocol.encode(protocol.Verify(int(random.integers(3)), [1, 2], [0, 1])),
+        protocol.encode(protocol.Resume("0" * 32, -1)),
+        protocol.encode(protocol.Read(1, [5])),
+        protocol.encode(protocol.Close()),
     ][random.integers(6)]
     place = int(random.integers(len(good)))
     changed = bytes([random.integers(256)])
@@ -607,13 +607,13 @@ def test_split_messages_that_come_too_fast_wait():
             client.draft(1)
             began = time.monotonic()
             for _ in range(30):  # asks again for what was made
-                client.send(wire.Verify(1, [], []))
+                client.send(protocol.Verify(1, [], []))
             for _ in range(5):
                 client.receive()
             server.wait(lambda: server.metric("split_bytes_up_total") > 0)
             with Client(server) as other:
                 assert other.answer([4], 4)[:4] == plain([4], 4)
-            client.send(wire.Verify(2, [], []))
+            client.send(protocol.Verify(2, [], []))
             while client.receive().seq != 2:
                 pass
             assert time.monotonic() - began > 0.4
@@ -645,7 +645,7 @@ def test_split_metrics_count_as_vllm_does():
 def test_split_events_hold_counts_and_never_tokens(server):
     with Client(server) as client:
         client.answer([11, 12, 13], 8)
-        client.send(wire.Close())
+        client.send(protocol.Close())
         server.wait(lambda: server.named("close"))
     facts = server.named("close")[-1]
     assert facts["reason"] == "done" and facts["accepted"] <= facts["drafted"]

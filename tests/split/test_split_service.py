@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from infer.split.server.metrics import ServerMetrics
-from infer.split.server.service import Service
-from infer.split.server.sessions import Encoding, PendingRead, Refused, ServerLimits, SplitSession
+from infer.split_server.metrics import ServerMetrics
+from infer.split_server.service import Service
+from infer.split_server.sessions import Encoding, PendingRead, Refused, ServerLimits, SplitSession
 from moa_jax.errors import InputError
-from moa_jax.split import wire
+from moa_jax.split import protocol
 from tests.split.split_server import LIMITS, PATIENCE, Steps, ToySlots, next_token, opening, plain
 
 AS_IS = Encoding("float32", False)
@@ -54,10 +54,10 @@ async def working(slots: ToySlots | None = None, **limits) -> AsyncIterator[Work
     assert all(name.startswith("target") for name in slots.threads)  # one thread's alone
 
 
-async def verdicts(answer) -> list[wire.Committed]:
+async def verdicts(answer) -> list[protocol.Committed]:
     async with asyncio.timeout(PATIENCE):
-        parts = [wire.decode_down(part, LIMITS) async for part in answer.read()]
-    return [part for part in parts if isinstance(part, wire.Committed)]
+        parts = [protocol.decode_down(part, LIMITS) async for part in answer.read()]
+    return [part for part in parts if isinstance(part, protocol.Committed)]
 
 
 async def until(condition) -> None:
@@ -77,9 +77,9 @@ def test_split_waiting_drafts_become_one_batch():
         async with working() as work:
             sessions = [await work.open([n, n + 1]) for n in range(4)]
             work.slots.hold.clear()
-            first = work.service.submit(sessions[0], wire.Verify(1, [], []))
+            first = work.service.submit(sessions[0], protocol.Verify(1, [], []))
             await until(lambda: work.entries("verify"))
-            rest = [work.service.submit(s, wire.Verify(1, [], [])) for s in sessions[1:]]
+            rest = [work.service.submit(s, protocol.Verify(1, [], [])) for s in sessions[1:]]
             work.slots.hold.set()
             found = [(await verdicts(answer))[0].tokens for answer in (first, *rest)]
             assert found == [plain([n, n + 1], 2)[1:] for n in range(4)]
@@ -96,7 +96,7 @@ def test_split_big_draft_has_a_pass_of_its_own():
             sessions = [await work.open([n, n + 1]) for n in range(4)]
             work.slots.hold.clear()
             sizes = (1, 3, 62, 7)  # nodes, the root left out
-            drafts = [wire.Verify(1, list(range(size)), [0] * size) for size in sizes]
+            drafts = [protocol.Verify(1, list(range(size)), [0] * size) for size in sizes]
             submit = lambda i: work.service.submit(sessions[i], drafts[i])
             answers = [submit(0)]
             await until(lambda: work.entries("verify"))
@@ -119,7 +119,7 @@ def test_split_long_prompt_lets_drafts_through_after_each_chunk():
             long = await work.service.open(opening(list(range(60))), AS_IS, nobody)
             for seq in range(1, 6):
                 await until(lambda seq=seq: len(work.entries("read")) == read + seq)
-                answer = work.service.submit(session, wire.Verify(seq, [], []))
+                answer = work.service.submit(session, protocol.Verify(seq, [], []))
                 held.step()  # the chunk ends, and the draft is next
                 await until(lambda seq=seq: len(work.entries("verify")) == seq)
                 assert len(work.entries("read")) == read + seq
@@ -177,7 +177,7 @@ def test_split_rows_that_the_client_has_are_not_sent():
                 parts = await verdicts(session.reply)
                 rows = [i for part in parts for i in range(part.start, part.start + part.count)]
                 assert rows == list(range(known, 11)) and not parts[-1].tokens
-                answer = work.service.submit(session, wire.Verify(1, [], []))
+                answer = work.service.submit(session, protocol.Verify(1, [], []))
                 assert (await verdicts(answer))[0].tokens == [next_token(text)]
                 work.service.close(session, "done")
 
@@ -189,15 +189,15 @@ def test_split_requests_come_one_at_a_time_and_in_order():
         async with working() as work:
             session = await work.open([1, 2])
             work.slots.hold.clear()
-            answer = work.service.submit(session, wire.Verify(1, [], []))
-            assert work.service.submit(session, wire.Verify(1, [], [])) is answer
+            answer = work.service.submit(session, protocol.Verify(1, [], []))
+            assert work.service.submit(session, protocol.Verify(1, [], [])) is answer
             for seq, text in ((2, "before the reply"), (0, "was expected"), (7, "was expected")):
                 with pytest.raises(Refused, match=text) as error:
-                    work.service.submit(session, wire.Verify(seq, [], []))
+                    work.service.submit(session, protocol.Verify(seq, [], []))
                 assert error.value.code == "state"
             work.slots.hold.set()
             parts = await verdicts(answer)
-            assert await verdicts(work.service.submit(session, wire.Verify(1, [], []))) == parts
+            assert await verdicts(work.service.submit(session, protocol.Verify(1, [], []))) == parts
             assert len(work.entries("verify")) == 1
 
     asyncio.run(check())
@@ -266,7 +266,7 @@ def test_split_lost_sessions_expire_by_the_clock():
             work.now = 0.3
             await until(lambda: lost.closed)
             assert not kept.closed
-            ask = wire.Resume(lost.id, 0)
+            ask = protocol.Resume(lost.id, 0)
             with pytest.raises(Refused) as error:
                 work.service.resume(ask, AS_IS, nobody)
             assert error.value.code == "gone"
@@ -310,10 +310,10 @@ def test_split_reply_of_a_client_that_left_is_there_when_it_comes_back():
         async with working() as work:
             session = await work.open([1, 2])
             work.slots.hold.clear()
-            work.service.submit(session, wire.Verify(1, [], []))
+            work.service.submit(session, protocol.Verify(1, [], []))
             work.service.disconnect(session)
             work.slots.hold.set()
-            back = work.service.resume(wire.Resume(session.id, 0), AS_IS, nobody)
+            back = work.service.resume(protocol.Resume(session.id, 0), AS_IS, nobody)
             assert (await verdicts(back.reply))[0].tokens == plain([1, 2], 2)[1:]
 
     asyncio.run(check())
@@ -324,14 +324,14 @@ def test_split_session_closed_at_work_hands_a_clean_slot_on():
         async with working(ToySlots(num_slots=1)) as work:
             session = await work.open([1, 2])
             work.slots.hold.clear()
-            answer = work.service.submit(session, wire.Verify(1, [], []))
+            answer = work.service.submit(session, protocol.Verify(1, [], []))
             await until(lambda: work.entries("verify"))
             work.service.close(session, "done")
             asking = asyncio.create_task(work.open([3, 4]))
             work.slots.hold.set()
             assert (await refusal(verdicts(answer)))[0] == "gone"
             other = await asking
-            parts = await verdicts(work.service.submit(other, wire.Verify(1, [], [])))
+            parts = await verdicts(work.service.submit(other, protocol.Verify(1, [], [])))
             assert parts[0].tokens == plain([3, 4], 2)[1:]
 
     asyncio.run(check())
@@ -344,7 +344,7 @@ def test_split_failures_end_their_sessions_and_show_in_health():
             for _ in range(3):
                 session = await work.open([1, 2])
                 work.slots.error = RuntimeError("what users wrote")
-                answer = work.service.submit(session, wire.Verify(1, [], []))
+                answer = work.service.submit(session, protocol.Verify(1, [], []))
                 assert (await refusal(verdicts(answer)))[0] == "gone"
                 work.slots.error = None
             assert "users" not in repr(work.events)
@@ -356,7 +356,7 @@ def test_split_failures_end_their_sessions_and_show_in_health():
                 await refusal(verdicts(session.reply))
             assert not work.service.healthy
             work.slots.error = None
-            await verdicts(work.service.submit(bystander, wire.Verify(1, [], [])))
+            await verdicts(work.service.submit(bystander, protocol.Verify(1, [], [])))
             assert work.service.healthy
 
     asyncio.run(check())
@@ -368,10 +368,10 @@ def test_split_failure_behind_the_target_ends_its_session_and_the_work_goes_on()
             bystander = await work.open([9])
             broken = await work.open([1, 2])
             work.service._text_of = lambda tokens: 1 / 0
-            answer = work.service.submit(broken, wire.Verify(1, [], []))
+            answer = work.service.submit(broken, protocol.Verify(1, [], []))
             assert (await refusal(verdicts(answer)))[0] == "gone"
             work.service._text_of = None
-            await verdicts(work.service.submit(bystander, wire.Verify(1, [], [])))
+            await verdicts(work.service.submit(bystander, protocol.Verify(1, [], [])))
             assert work.service.healthy
             work.service._tasks[0].cancel()  # as no exception does
             await until(lambda: not work.service.healthy)
@@ -384,11 +384,11 @@ def test_split_failure_that_takes_the_caches_ends_all_who_have_rows():
         async with working() as work:
             sessions = [await work.open([n]) for n in range(2)]
             work.slots.error, work.slots.lost = RuntimeError("out of memory"), True
-            answer = work.service.submit(sessions[0], wire.Verify(1, [], []))
+            answer = work.service.submit(sessions[0], protocol.Verify(1, [], []))
             assert (await refusal(verdicts(answer)))[0] == "gone"
             work.slots.error, work.slots.lost = None, False
             await until(lambda: sessions[1].closed)
-            assert (await refusal(submitted(work, sessions[1], wire.Verify(1, [], []))))[
+            assert (await refusal(submitted(work, sessions[1], protocol.Verify(1, [], []))))[
                 0
             ] == "gone"
             await work.open([5])
@@ -421,9 +421,9 @@ def test_split_stream_goes_on_to_the_end_beside_drafts():
             streams = [await work.open([n], total=12, known=1) for n in (1, 2)]
             drafting = await work.open([3])
             work.slots.hold.clear()
-            answers = [work.service.submit(s, wire.Stream(1)) for s in streams]
+            answers = [work.service.submit(s, protocol.Stream(1)) for s in streams]
             await until(lambda: work.entries("verify"))
-            drafted = work.service.submit(drafting, wire.Verify(1, [], []))
+            drafted = work.service.submit(drafting, protocol.Verify(1, [], []))
             work.slots.hold.set()
             for n, answer in zip((1, 2), answers, strict=True):
                 parts = await verdicts(answer)
@@ -434,10 +434,10 @@ def test_split_stream_goes_on_to_the_end_beside_drafts():
                 assert not any(part.count or part.rows for part in parts)
             assert (await verdicts(drafted))[0].tokens == plain([3], 2)[1:]
             assert work.entries("verify")[:2] == [(0, 1), (2, 0, 1)]
-            assert (await refusal(submitted(work, streams[0], wire.Verify(2, [], []))))[
+            assert (await refusal(submitted(work, streams[0], protocol.Verify(2, [], []))))[
                 0
             ] == "state"
-            assert work.service.submit(streams[0], wire.Stream(1)) is answers[0]
+            assert work.service.submit(streams[0], protocol.Stream(1)) is answers[0]
 
     asyncio.run(check())
 
@@ -447,14 +447,14 @@ async def submitted(work: Work, session: SplitSession, ask: object):
 
 
 def test_split_stream_pauses_while_its_reader_is_behind(monkeypatch):
-    monkeypatch.setattr("infer.split.server.service.MOST_UNREAD", 5)
+    monkeypatch.setattr("infer.split_server.service.MOST_UNREAD", 5)
 
     async def check():
         async with working() as work:
             session = await work.open([1], total=41)
             before = len(work.entries("verify"))
             work.slots.hold = held = Steps()
-            answer = work.service.submit(session, wire.Stream(1))
+            answer = work.service.submit(session, protocol.Stream(1))
             for count in range(1, 7):  # the part before the last is being encoded when it counts
                 await until(lambda count=count: len(work.entries("verify")) == before + count)
                 held.step()
@@ -462,10 +462,10 @@ def test_split_stream_pauses_while_its_reader_is_behind(monkeypatch):
             await until(lambda: session.paused)
             held.set()
             other = await work.open([2])  # and nobody else waits for it
-            await verdicts(work.service.submit(other, wire.Verify(1, [], [])))
+            await verdicts(work.service.submit(other, protocol.Verify(1, [], [])))
             done = len(work.entries("verify")) - 1
             assert done == 6 and session.paused
-            assert (await refusal(submitted(work, session, wire.Stream(2))))[0] == "state"
+            assert (await refusal(submitted(work, session, protocol.Stream(2))))[0] == "state"
             parts = await verdicts(answer)
             assert sum((part.tokens for part in parts), []) == plain([1], 40)[1:]
             assert parts[-1].done == "length"
@@ -477,12 +477,12 @@ def test_split_stream_that_is_closed_stops():
     async def check():
         async with working() as work:
             session = await work.open([1], total=400)
-            answer = work.service.submit(session, wire.Stream(1))
+            answer = work.service.submit(session, protocol.Stream(1))
             await until(lambda: len(answer.parts) > 3)
             work.service.close(session, "done")
             done = len(work.entries("verify"))
             other = await work.open([2])
-            await verdicts(work.service.submit(other, wire.Verify(1, [], [])))
+            await verdicts(work.service.submit(other, protocol.Verify(1, [], [])))
             assert len(work.entries("verify")) <= done + 2
 
     asyncio.run(check())

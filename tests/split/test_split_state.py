@@ -2,7 +2,7 @@
 
 import random
 
-from infer.split.client.state import AnswerText
+from infer.split_client.state import AnswerText
 
 STOP = 9
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer.flags import cluster
+from infer.cli.flags import cluster
 from moa_jax.config import (
     BlockConfig,
     DataConfig,

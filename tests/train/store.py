@@ -15,7 +15,7 @@ from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
 from orbax.checkpoint._src.path import gcs_utils
 
-from moa_jax.files import places
+from moa_jax.files import paths
 
 
 def stand_in(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -42,7 +42,7 @@ def stand_in(patch: pytest.MonkeyPatch, folder: Path) -> None:
             raise AssertionError("a store renames nothing")
 
     (folder / "bucket").mkdir(parents=True)
-    patch.setattr(places, "_is_installed", lambda package: True)
+    patch.setattr(paths, "_is_installed", lambda package: True)
     fsspec.register_implementation("gcs", Folder, clobber=True)
     backend.fsspec_backend._get_filesystem.cache_clear()
     patch.setattr(gcs_utils, "is_hierarchical_namespace_enabled", lambda path: False)

@@ -14,7 +14,7 @@ from moa_jax.config import DistillConfig, Eagle3Config, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches
 from moa_jax.data.mixture import Mixture
-from moa_jax.decode.vocabulary import (
+from moa_jax.decode.draft_vocabulary import (
     FILE,
     DraftVocabulary,
     load_vocabulary,
@@ -27,8 +27,8 @@ from moa_jax.training.fingerprint import changes, fingerprint
 from tests.model_folders import refusal
 from tests.train.test_training import distill_config
 from train import distill, vocabulary
-from train.run import frequent
-from train.run.frequent import frequent_in
+from train.run import draft_vocabulary
+from train.run.draft_vocabulary import frequent_in
 
 CONVERSATIONS = Path(__file__).parents[1] / "data" / "conversations.jsonl"
 
@@ -53,7 +53,7 @@ def test_answers_alone_are_counted(target, monkeypatch, capsys):
     rows = rows_of("777|55", "7|2354", "7777|2")
     for size, ids in ((1, [9]), (2, [5, 9]), (3, [2, 5, 9]), (4, [2, 3, 5, 9])):
         for block in (1, 2, 99):
-            monkeypatch.setattr(frequent, "ROWS", block)
+            monkeypatch.setattr(draft_vocabulary, "ROWS", block)
             assert frequent_in(Batches(rows, 1, 0), size, target).ids_U.tolist() == ids
     assert "3 of 10 tokens cover 71.43% of the answers" in capsys.readouterr().err
 

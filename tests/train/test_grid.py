@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.flags.config_file import read_config
+from infer.cli.flags.config_file import read_config
 from infer.info import ROOT
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Eagle3Config, GridConfig

@@ -9,7 +9,7 @@ import pytest
 
 from infer.info import ROOT
 from moa_jax.config import GridConfig
-from moa_jax.files.folders import write_json
+from moa_jax.files.model_folder import write_json
 from tests.model_folders import refusal
 from tests.train.test_training import CONVERSATIONS
 from tests.train.toy_grids import (

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from infer import serve
-from infer.flags import cluster
-from infer.flags.mesh import mesh_sizes
+from infer.cli.flags import cluster
+from infer.cli.flags.mesh import mesh_sizes
 from moa_jax.config import DistillConfig
 from tests.meeting import wait_for
 from train.run.settings import config_parser, load_config

@@ -17,9 +17,9 @@ import time
 import jax
 import pytest
 
-from infer.flags import cluster
+from infer.cli.flags import cluster
+from infer.cli.program import Parser
 from infer.info import ROOT
-from infer.program import Parser
 from moa_jax.config import MeshConfig
 from moa_jax.data import batches
 from moa_jax.data.tokenizer import load_tokenizer
@@ -40,10 +40,10 @@ import jax
 import time
 from pathlib import Path
 from jax.experimental import multihost_utils
-from infer.program import Parser, run
+from infer.cli.program import Parser, run
 from moa_jax.errors import InputError
 from moa_jax.runtime import multihost as processes
-from infer.flags import cluster
+from infer.cli.flags import cluster
 
 def raising(error):
     raise error

@@ -16,7 +16,7 @@ import pytest
 
 from moa_jax import InputError, Session, load_target
 from moa_jax.config import BlockConfig, DataConfig, Sampling, TargetConfig
-from moa_jax.data import batches, chat, corpora
+from moa_jax.data import batches, chat, sources
 from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from moa_jax.decode.session import for_decoding
 from moa_jax.decode.state import Weights
@@ -36,7 +36,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 def save_talkative_target(folder: Path) -> Path:
     """A random target that soon stops, as every third of its tokens ends an answer."""
-    messages = (m for r in corpora.read(str(CONVERSATIONS)) for m in r["messages"])
+    messages = (m for r in sources.read(str(CONVERSATIONS)) for m in r["messages"])
     train_tokenizer((m["content"] for m in messages), 320, folder / "tokenizer")
     config = TargetConfig(
         "llama", 320, 2, BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None), False, 512
@@ -235,7 +235,7 @@ def test_answers_go_on_past_their_end(ask, tmp_path, folder, tokenizer, capsys):
     output = tmp_path / "a.jsonl"
     flags = ("--ignore-stop", "--max-new-tokens", "12", "--dtype", "float32")
     ask(output, *flags, "--limit", "6", "--batch", "6")
-    records, asked = read(output), corpora.read(str(CONVERSATIONS))
+    records, asked = read(output), sources.read(str(CONVERSATIONS))
     assert "left out" not in capsys.readouterr().err
     assert [record["prompt_ids"] for record in records] == [
         chat.prompt_ids(tokenizer, talk["messages"][:1]) for talk in itertools.islice(asked, 6)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.flags.pair import DEMO
+from infer.cli.flags.pair import DEMO
 from infer.server_process import Child
 from moa_jax import InputError
 from moa_jax.config import Sampling

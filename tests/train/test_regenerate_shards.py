@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infer.flags.pair import DEMO
+from infer.cli.flags.pair import DEMO
 from moa_jax import InputError, Session, load_target
 from moa_jax.config import Sampling
-from moa_jax.data import chat, corpora
+from moa_jax.data import chat, sources
 from moa_jax.data.tokenizer import load_tokenizer
 from tests.train.test_regenerate import (
     CONVERSATIONS,
@@ -65,7 +65,7 @@ def test_shards_hold_every_answer_once(ask, scripted, tmp_path, count):
     assert len(whole) == 20
     for number, part in enumerate(parts):
         assert lines(part) == whole[number::count]
-    together = [json.dumps(record) for record in corpora.read(str(tmp_path / "parts"))]
+    together = [json.dumps(record) for record in sources.read(str(tmp_path / "parts"))]
     assert sorted(together) == sorted(json.dumps(json.loads(line)) for line in whole)
 
 

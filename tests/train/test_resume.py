@@ -335,7 +335,7 @@ def test_a_disk_that_fills_up_in_a_save_loses_nothing(whole, copy):
     shutil.rmtree(copy / "run/checkpoints/12")
     code = (
         "import resource, sys\n"
-        "from infer.program import run\n"
+        "from infer.cli.program import run\n"
         "from tests.train import toy_run\n"
         "def main(arguments=None):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from moa_jax.data import corpora
-from moa_jax.files import places
-from moa_jax.files.places import place
+from moa_jax.data import sources
+from moa_jax.files import paths
+from moa_jax.files.paths import place
 from moa_jax.training.checkpoint import steps_of
 from moa_jax.training.metrics import read_records
 from tests.model_folders import refusal
@@ -96,10 +96,10 @@ def test_data_comes_from_a_store(store):
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "a.jsonl").write_text(lines)
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    found = [record for _, record in corpora.read_all("gs://bucket/chat")]
+    found = [record for _, record in sources.read_all("gs://bucket/chat")]
     assert found == 2 * records
-    assert corpora.count("gs://bucket/chat/a.jsonl") == 3
-    said = refusal(corpora.files_of, "gs://bucket/nothing")
+    assert sources.count("gs://bucket/chat/a.jsonl") == 3
+    said = refusal(sources.files_of, "gs://bucket/nothing")
     assert said.startswith("no file or folder gs://bucket/nothing")
 
 
@@ -108,11 +108,11 @@ def test_stores_that_cannot_be_reached_are_refused(tmp_path, monkeypatch):
     at = lambda url: dataclasses.replace(config, run=dataclasses.replace(config.run, directory=url))
     said = refusal(expanded, at("s3://bucket/run"))
     assert said.startswith("s3://bucket/run: s3:// is no store that is known; use gs://")
-    for package in places.PACKAGES:
-        monkeypatch.setattr(places, "_is_installed", lambda name, missing=package: name != missing)
+    for package in paths.PACKAGES:
+        monkeypatch.setattr(paths, "_is_installed", lambda name, missing=package: name != missing)
         said = refusal(expanded, at(RUN))
         assert said == f"{RUN} needs the package {package}; pip install 'moa-jax[gcs]'"
     tensorboard = dataclasses.replace(at(RUN).run, tensorboard=True)
-    monkeypatch.setattr(places, "_is_installed", lambda name: True)
+    monkeypatch.setattr(paths, "_is_installed", lambda name: True)
     said = refusal(check, dataclasses.replace(config, run=tensorboard))
     assert said.startswith("run.tensorboard: events are written to a folder")

@@ -13,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from infer.cli.program import progress
 from infer.info import ROOT
-from infer.program import progress
 from moa_jax.config import Eagle3Config, EagleConfig, FeedbackConfig, GlideConfig, MeshConfig
 from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.data.batches import Batches
 from moa_jax.data.mixture import Mixture
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.drafters.api import TapSpec
-from moa_jax.files.folders import WEIGHTS_AND_CONFIG, folder_hash
-from moa_jax.model import attention, attention_intervals, sharding
+from moa_jax.files.model_folder import WEIGHTS_AND_CONFIG, folder_hash
+from moa_jax.model import attention, sharding
+from moa_jax.model.kernels import train_intervals
 from moa_jax.pretrained import describe_target
 from moa_jax.training import target_cache
 from moa_jax.training.distillation import make_keep, make_train_step
@@ -94,7 +95,7 @@ def test_operations_of_one_row_are_counted_without_kernels(monkeypatch):
         raise AssertionError("a kernel was asked for")
 
     monkeypatch.setattr(attention, "_kernels", lambda: attention)
-    monkeypatch.setattr(attention_intervals, "is_possible", is_possible)
+    monkeypatch.setattr(train_intervals, "is_possible", is_possible)
     config = dataclasses.replace(mesh_run.config_of(MeshConfig()), drafter=EagleConfig(2, 24))
     assert model_flops_per_token(config, mesh_run.TARGET, cached=True) > 0
 

@@ -21,10 +21,10 @@ import pytest
 from configs.shapes import SHAPES
 from infer import convert, evaluate
 from infer.bench.plan.machines import machine
-from infer.flags.config_file import read_config, read_preset
+from infer.cli.flags.config_file import read_config, read_preset
+from infer.cli.program import run
 from infer.info import ROOT
 from infer.peers import unpickle
-from infer.program import run
 from moa_jax import InputError, Session, load_drafter, load_target
 from moa_jax.config import (
     BlockConfig,
@@ -43,7 +43,7 @@ from moa_jax.config import (
 )
 from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches
-from moa_jax.decode.vocabulary import FILE as VOCABULARY
+from moa_jax.decode.draft_vocabulary import FILE as VOCABULARY
 from moa_jax.drafters.losses import next_token_loss
 from moa_jax.model import sharding
 from moa_jax.training.checkpoint import Checkpoints

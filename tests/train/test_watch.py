@@ -26,7 +26,7 @@ from tests.train.toy_run import (
     toy_update,
 )
 from train import plot
-from train.run import watch
+from train.run import run_logger
 from train.run.loop import fit
 
 BAD = 6  # the batch of this step makes the loss NaN: it is update 7
@@ -150,7 +150,7 @@ def test_speed_stands_beside_the_metrics(tmp_path, monkeypatch, capsys):
 
 
 def test_a_device_of_unknown_peak_shows_what_it_does():
-    shown = watch._shown({"tokens_per_s": 12.0, "flops_per_s": 3e12, "peak_bytes": 5e9})
+    shown = run_logger._shown({"tokens_per_s": 12.0, "flops_per_s": 3e12, "peak_bytes": 5e9})
     assert shown == {"tokens/s": "12", "TFLOP/s": "3", "memory": "5.0 GB"}
 
 
@@ -172,8 +172,8 @@ def test_peaks_of_devices(kind, peak):
 
 def test_speed_leaves_out_what_is_not_an_update(monkeypatch):
     clock = iter([0.0, 2.0, 10.0, 10.5])
-    monkeypatch.setattr(watch.time, "perf_counter", lambda: next(clock))
-    meter = watch._Meter(None)
+    monkeypatch.setattr(run_logger.time, "perf_counter", lambda: next(clock))
+    meter = run_logger._Meter(None)
     meter.count(100)  # compiled: starts the clock
     meter.count(100)
     assert meter.read()["tokens_per_s"] == 50.0

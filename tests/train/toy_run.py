@@ -2,7 +2,7 @@
 
 A bigram model on random tokens, with tokens left out at random, through the real update, loop and
 checkpoints, on all devices of all processes. The batch of a step depends on the step alone. Prints
-a line as each update starts. FLAGS are dotted settings and those of infer.flags.cluster.
+a line as each update starts. FLAGS are dotted settings and those of infer.cli.flags.cluster.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from infer.flags import cluster
-from infer.program import run
+from infer.cli.flags import cluster
+from infer.cli.program import run
 from moa_jax.config import (
     BlockConfig,
     DataConfig,

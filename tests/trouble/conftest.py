@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from infer.program import run as run_program
+from infer.cli.program import run as run_program
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ import torch
 
 from moa_jax import InputError, Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Sampling
-from moa_jax.decode.text import StopFinder
+from moa_jax.decode.detokenize import StopFinder
 
 
 @pytest.fixture(scope="module")

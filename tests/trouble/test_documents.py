@@ -132,7 +132,7 @@ def test_what_a_signal_leaves_can_be_read(flags, number):
     """What SIGTERM cuts is whole JSON, and `]}` completes what a kill has cut."""
     slow = "import time; from moa_jax import Session; generate = Session.generate\n"
     slow += "Session.generate = lambda *a, **k: time.sleep(0.5) or generate(*a, **k)\n"
-    slow += "from infer.program import run; from infer.generate import main; run(main)"
+    slow += "from infer.cli.program import run; from infer.generate import main; run(main)"
     command = [sys.executable, "-c", slow, *map(str, flags), "--json"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
         text = b""

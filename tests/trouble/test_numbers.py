@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 
-from infer.flags.pair import DEMO
+from infer.cli.flags.pair import DEMO
 from tests.meeting import wait_for
 from tests.model_folders import edit_json, edit_tensors, tensors_of
 

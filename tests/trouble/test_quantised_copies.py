@@ -1,4 +1,4 @@
-"""A copy of a tensor that is quantised elsewhere: compared with a tolerance."""
+"""A copy of a tensor that is quantized elsewhere: compared with a tolerance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ gguf_files = pytest.importorskip("tests.gguf_files")  # so that versions before 
 TARGET = ROOT / "moa_jax" / "demo" / "target"
 
 
-def test_an_embedding_is_compared_with_a_quantised_one(run, tmp_path):
+def test_an_embedding_is_compared_with_a_quantized_one(run, tmp_path):
     embedding = tensors_of(TARGET)["model.embed_tokens.weight"]
     draft = save_random_drafter(tmp_path / "d", "eagle", TARGET)
     target = gguf_files.write_gguf(tmp_path / "x.gguf", TARGET, gguf_files.Q.Q8_0)

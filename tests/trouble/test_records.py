@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.flags.pair import DEMO
+from infer.cli.flags.pair import DEMO
 from infer.info import ROOT
 from moa_jax.data.tokenizer import load_tokenizer
 from tests.train.fake_endpoint import FakeEndpoint, served

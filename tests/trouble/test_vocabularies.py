@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from infer.flags.pair import DEMO
+from infer.cli.flags.pair import DEMO
 
 ROWS = ("model.embed_tokens.weight", "lm_head.weight")
 VOCAB = 101  # of the target in `pair`

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from infer.flags.pair import DEMO
+from infer.cli.flags.pair import DEMO
 from infer.http.address import bind
-from moa_jax.files import folders
+from moa_jax.files import model_folder
 from tests.trouble.conftest import ROOT
 
 OTHERS = {
@@ -242,7 +242,7 @@ def test_what_an_earlier_model_left_is_not_mixed_in(run, pair, tmp_path, monkeyp
     output = others_in(tmp_path / "target")
     shutil.copy(pair / "target" / "config.json", output)
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "_MAX_FILE_BYTES", 20_000)
+        patch.setattr(model_folder, "_MAX_FILE_BYTES", 20_000)
         assert run(*as_float16(pair, output), "--overwrite").code == 0
     shards = sorted(path.name for path in output.glob("model-*"))
     assert len(shards) > 1 and (output / "model.safetensors.index.json").exists()
@@ -255,7 +255,7 @@ def test_what_an_earlier_model_left_is_not_mixed_in(run, pair, tmp_path, monkeyp
     assert not (output / "chat_template.jinja").exists() and not (output / "parts.json").exists()
     assert_others_stay(output)
     with monkeypatch.context() as patch:  # and back
-        patch.setattr(folders, "_MAX_FILE_BYTES", 20_000)
+        patch.setattr(model_folder, "_MAX_FILE_BYTES", 20_000)
         assert run(*as_float16(pair, output), "--overwrite").code == 0
     assert sorted(path.name for path in output.glob("model-0*")) == shards
     assert not (output / "model.safetensors").exists()

@@ -3,9 +3,9 @@
 Every run:
 
     settings.py    configs, dotted flags      loop.py          the training loop
-    stop.py        signals that end a run     watch.py         progress line, logs, summary
+    stop.py        signals that end a run     run_logger.py    progress line, logs, summary
     warm_start.py  weights of an earlier run  target_cache.py  the target's activations, on disk
-    decoding.py    real tau while training    frequent.py      draft vocabulary of the run's data
+    decoding.py    real tau while training    draft_vocabulary.py  the run's most frequent tokens
 
 Answers of the target, for train.regenerate:
 

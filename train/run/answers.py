@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from moa_jax.config import Sampling
 from moa_jax.data.records import Message
+from moa_jax.decode.detokenize import detokenizer_of
 from moa_jax.decode.engine import Closed, Engine, Full, News, Request
-from moa_jax.decode.text import detokenizer_of
 from moa_jax.errors import InputError
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moa_jax.config import Sampling
-from moa_jax.data import chat, corpora
+from moa_jax.data import chat, sources
 from moa_jax.data.records import Message, answer_places, messages_of
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
@@ -99,7 +99,7 @@ class Conversation:
         return to_json(written | kept, ensure_ascii=False)
 
     def _messages(self) -> Iterator[Message]:
-        messages = messages_of(corpora.sound(self.record))  # raises at the first turn
+        messages = messages_of(sources.sound(self.record))  # raises at the first turn
         answered = answer_places(messages)
         yield from (message for i, message in enumerate(messages) if i not in answered)
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 from moa_jax.config import DistillConfig, DraftShape, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches, Mixture
-from moa_jax.decode.room import CacheLimits
+from moa_jax.decode.limits import CacheLimits
 from moa_jax.decode.session import Session
 from moa_jax.decode.state import Weights
 from moa_jax.drafters import DRAFTERS, method_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from infer.flags.pair import open_drafter, open_target
+from infer.cli.flags.pair import open_drafter, open_target
 from moa_jax.config import DraftShape, GridConfig
 from moa_jax.data import batches
 from moa_jax.data.tokenizer import load_tokenizer

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import jax
 
 from moa_jax.config import DistillConfig, GridConfig
-from moa_jax.data import corpora
-from moa_jax.decode.vocabulary import FILE as VOCABULARY
+from moa_jax.data import sources
+from moa_jax.decode.draft_vocabulary import FILE as VOCABULARY
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
-from moa_jax.files.folders import file_hash, json_hash
-from moa_jax.files.places import size_and_time
+from moa_jax.files.model_folder import file_hash, json_hash
+from moa_jax.files.paths import size_and_time
 from moa_jax.pretrained import Target
 from moa_jax.training.fingerprint import changes, fingerprint, listed
 from train.distill import with_vocabulary
@@ -123,7 +123,7 @@ def files_of(config: DistillConfig) -> dict[str, Any]:
     found = {}
     for path in (*config.data.train, *config.data.validation):
         with contextlib.suppress(InputError):  # a report needs no data
-            if files := corpora.files_of(path):
+            if files := sources.files_of(path):
                 found[path] = facts(*files)
     if config.vocabulary:
         files = Path(config.vocabulary), Path(config.vocabulary, VOCABULARY)

@@ -16,13 +16,13 @@ from moa_jax.config import DistillConfig, PretrainConfig
 from moa_jax.config.checks import is_utf8
 from moa_jax.data.batch import Batch
 from moa_jax.errors import InputError
-from moa_jax.files.places import is_stored, place
+from moa_jax.files.paths import is_stored, place
 from moa_jax.runtime.precision import matmul_precision
 from moa_jax.training.checkpoint import Checkpoints
 from moa_jax.training.metrics import check_tensorboard
 from moa_jax.training.update import Metrics, Params, TrainState
+from train.run.run_logger import RunLogger
 from train.run.stop import StopRequest
-from train.run.watch import RunLogger
 
 Figures = dict[str, Any]  # deterministic numbers and lists of numbers
 

@@ -11,10 +11,10 @@ import typing
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from infer.flags.config_file import read_config, read_preset
-from infer.program import Parser, local_path
+from infer.cli.flags.config_file import read_config, read_preset
+from infer.cli.program import Parser, local_path
 from moa_jax.errors import InputError
-from moa_jax.files.places import place
+from moa_jax.files.paths import place
 
 Config = TypeVar("Config")
 

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from infer.program import above_zero, local_path, progress
+from infer.cli.program import above_zero, local_path, progress
 from moa_jax.config import DistillConfig, TargetConfig
 from moa_jax.data.batches import Batches, Mixture
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.drafters.api import TapSpec
 from moa_jax.errors import InputError
-from moa_jax.files.folders import WEIGHTS_AND_CONFIG, find_folder, folder_hash
+from moa_jax.files.model_folder import WEIGHTS_AND_CONFIG, find_folder, folder_hash
 from moa_jax.model import attention, sharding
 from moa_jax.pretrained import Target
 from moa_jax.runtime.precision import matmul_precision

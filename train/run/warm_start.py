@@ -20,9 +20,9 @@ import numpy as np
 from moa_jax.config import DistillConfig
 from moa_jax.drafters import method_of
 from moa_jax.errors import InputError
-from moa_jax.files.folders import find_folder
-from moa_jax.files.parts import model_hash
-from moa_jax.files.places import is_stored, place
+from moa_jax.files.client_files import model_hash
+from moa_jax.files.model_folder import find_folder
+from moa_jax.files.paths import is_stored, place
 from moa_jax.pretrained import Target, load_drafter
 from moa_jax.runtime.multihost import on_first
 from moa_jax.training.checkpoint import newest_of, read_params, steps_of

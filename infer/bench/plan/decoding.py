@@ -26,7 +26,7 @@ from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.decode.programs import chunks_for, on_mesh
 from moa_jax.decode.state import DecodeState, StaticConfig, Weights
 from moa_jax.errors import InputError
-from moa_jax.model import convert, quantise
+from moa_jax.model import convert, quantize
 from moa_jax.model.sharding import decoding_mesh
 from moa_jax.pretrained import (
     LoadedDrafter,
@@ -40,7 +40,7 @@ from moa_jax.runtime.precision import matmul_precision
 Plan = dict[str, Any]
 PHASES = ("draft", "verify", "extend", "commit")  # the scopes of moa_jax.decode.step
 REST, PREFILL = "rest", "prefill"
-FORMATS = ("bfloat16", "float32", *quantise.FORMATS)  # weight formats
+FORMATS = ("bfloat16", "float32", *quantize.FORMATS)  # weight formats
 ADVICE = "try fewer --cache-rows or a smaller --batch"
 
 
@@ -147,7 +147,7 @@ def compile_plan(request: PlanRequest) -> Plan:
 
 def weights_of(setup: StaticConfig, name: str) -> Weights:
     """The shapes of both models' weights in format `name`, one of FORMATS."""
-    if name in quantise.FORMATS:
+    if name in quantize.FORMATS:
         return lowering.abstract_weights(setup, weights=name)
     return lowering.abstract_weights(setup, jnp.dtype(name))
 
@@ -157,7 +157,7 @@ def _sharded(request: PlanRequest, weights: Weights, mesh: Mesh) -> Weights:
     check_mesh(request.target, mesh)
 
     def sharded(params: Any, table: convert.Table, model: str) -> Any:
-        places = quantise.shardings_of(params, cut_for_decoding(table, mesh, model))
+        places = quantize.shardings_of(params, cut_for_decoding(table, mesh, model))
         form = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
         return jax.tree.map(form, params, places)
 

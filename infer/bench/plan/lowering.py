@@ -24,9 +24,9 @@ from infer.bench.plan.hlo import Dims
 from moa_jax.config import MeshConfig
 from moa_jax.decode import step
 from moa_jax.decode.programs import chunks_for, compiler_options, on_mesh, split
-from moa_jax.decode.sample import BatchSampling
-from moa_jax.decode.state import DecodeState, StopConditions, StaticConfig, Weights
-from moa_jax.model import llama, quantise
+from moa_jax.decode.sampling import BatchSampling
+from moa_jax.decode.state import DecodeState, StaticConfig, StopConditions, Weights
+from moa_jax.model import llama, quantize
 from moa_jax.model.sharding import make_mesh
 from moa_jax.training.flops import programs_in
 
@@ -114,7 +114,7 @@ def needed(complaint: str) -> int | None:
 
 
 def abstract_weights(
-    setup: StaticConfig, dtype: Any = jnp.bfloat16, weights: quantise.Format | None = None
+    setup: StaticConfig, dtype: Any = jnp.bfloat16, weights: quantize.Format | None = None
 ) -> Weights:
     """The shapes of both models' weights as loaded for decoding."""
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -123,7 +123,7 @@ def abstract_weights(
     shapes = Weights(*(init and jax.tree.map(cast, jax.eval_shape(init, key)) for init in inits))
     if weights is None:
         return shapes
-    return jax.eval_shape(lambda held: quantise.quantise_params(held, weights), shapes)
+    return jax.eval_shape(lambda held: quantize.quantize_params(held, weights), shapes)
 
 
 def abstract_state(

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import httpx
 
 from infer.bench.suites import FILE, PAPER, load_suite
-from infer.flags.pair import DEMO
-from infer.flags.prompts import asking, tokenizer_of
-from moa_jax.data.corpora import locate
+from infer.cli.flags.pair import DEMO
+from infer.cli.flags.prompts import asking, tokenizer_of
+from moa_jax.data.sources import locate
 from moa_jax.errors import InputError
-from moa_jax.files.folders import find_folder
+from moa_jax.files.model_folder import find_folder
 
 TIMEOUTS = httpx.Timeout(30.0, read=600.0, pool=None)  # seconds; requests may wait for a slot
 NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)

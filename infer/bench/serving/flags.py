@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from infer.bench.candidates import PLAIN, given_of
 from infer.bench.drawing import check_plots
-from infer.flags.mesh import add_mesh_flag, as_flag
-from infer.flags.pair import AUTO, BUNDLED, EXPLICIT, LOOKUP, add_model_flags
-from infer.program import Parser, above_zero, names, positive, whole
+from infer.cli.flags.mesh import add_mesh_flag, as_flag
+from infer.cli.flags.pair import AUTO, BUNDLED, EXPLICIT, LOOKUP, add_model_flags
+from infer.cli.program import Parser, above_zero, names, positive, whole
 from moa_jax.config import Sampling
 from moa_jax.errors import InputError
-from moa_jax.files.folders import public_name
+from moa_jax.files.model_folder import public_name
 
 MODES = (*EXPLICIT, AUTO)
 RATES = "0.1x,0.3x,0.5x,0.75x,1x,1.25x,1.5x"

@@ -32,8 +32,8 @@ from infer.bench.serving import clients, results
 from infer.bench.serving.clients import RequestOutcome, Requests, SampleRequest
 from infer.bench.serving.flags import REQUESTS_PER_CLIENT, check, parser_of, variants_of
 from infer.bench.serving.servers import PROGRAMS, Server, counters_of, serving, summarise_counters
-from infer.documents import CODES, until_cut
-from infer.program import progress
+from infer.cli.documents import CODES, until_cut
+from infer.cli.program import progress
 from infer.server_process import ROOT
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from infer.bench.network import PROFILES
-from infer.flags.pair import DEFAULT_TREE, DEMO, MODEL, add_pair_flag, add_weights_flag
-from infer.program import Parser, names, positive, whole
-from infer.split.client.flags import add_pace_flags, add_row_flags
+from infer.cli.flags.pair import DEFAULT_TREE, DEMO, MODEL, add_pair_flag, add_weights_flag
+from infer.cli.program import Parser, names, positive, whole
+from infer.split_client.flags import add_pace_flags, add_row_flags
 from moa_jax.errors import InputError
 
 MODES = ("stream", "plain", "chain", "tree", "offline")

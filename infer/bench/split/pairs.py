@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 
 from infer.bench.split.flags import DRAFTING, named
 from infer.bench.suites import load_suite
-from infer.flags.pair import open_drafter, open_target, target_options
-from infer.flags.prompts import asking, tokenizer_of
-from infer.split.client.state import ClientOptions
+from infer.cli.flags.pair import open_drafter, open_target, target_options
+from infer.cli.flags.prompts import asking, tokenizer_of
+from infer.split_client.state import ClientOptions
 from moa_jax import Session
 from moa_jax.config import DraftShape
 from moa_jax.decode.programs import bucket
 from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
-from moa_jax.files.folders import find_folder
+from moa_jax.files.model_folder import find_folder
 from moa_jax.pretrained import LoadedDrafter, Target
-from moa_jax.split.half import CHUNK, ClientDrafter
+from moa_jax.split.client_drafter import CHUNK, ClientDrafter
 from moa_jax.split.pairing import Pairing, pairing_of
 
 NO_STOP: list[int] = []
@@ -99,7 +99,7 @@ def load(args: argparse.Namespace) -> SplitBench:
 
 
 def _check_can_write(args: argparse.Namespace, name: str, half: ClientDrafter) -> None:
-    """Raises InputError if the modes need `go_on` and the drafter has none."""
+    """Raises InputError if the modes need `draft_one` and the drafter has none."""
     alone = [mode for mode in ("chain", "offline") if mode in args.modes]
     alone += ["--outages"] if args.outages else []
     if half.functions.draft_one is None and alone:

@@ -33,14 +33,14 @@ from infer.bench.split import alone, table
 from infer.bench.split.flags import check, parser_of
 from infer.bench.split.pairs import NO_STOP, SplitBench, SplitPair, Way, load, outage_options
 from infer.bench.statistics import median, quartiles
-from infer.documents import CODES, until_cut
-from infer.program import Progress, progress
+from infer.cli.documents import CODES, until_cut
+from infer.cli.program import Progress, progress
 from infer.server_process import Child
-from infer.split.client.answering import SplitClient
-from infer.split.client.figures import figures_of, timed
-from infer.split.client.state import ClientOptions
-from infer.split.link import ServerAddress
-from infer.split.server.app import PATH
+from infer.split_client.answering import SplitClient
+from infer.split_client.figures import figures_of, timed
+from infer.split_client.link import ServerAddress
+from infer.split_client.state import ClientOptions
+from infer.split_server.app import PATH
 from moa_jax.config import Sampling
 from moa_jax.files.json_text import to_json
 from moa_jax.measure.turns import in_turns

@@ -43,6 +43,7 @@ from moa_jax.decode import finite, logprobs
 from moa_jax.decode.auto import PLAIN, ShapeChoice
 from moa_jax.decode.calls import that_tell
 from moa_jax.decode.costs import Costs
+from moa_jax.decode.draft_vocabulary import DraftVocabulary
 from moa_jax.decode.engine import rows as device
 from moa_jax.decode.engine.group import Group, LeadingShelf
 from moa_jax.decode.engine.load import Load, Totals
@@ -65,7 +66,6 @@ from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.engine.wanted import wanted_now, wanted_soon
 from moa_jax.decode.order import Chunk, Turns
 from moa_jax.decode.session import GREEDY, Session
-from moa_jax.decode.vocabulary import DraftVocabulary
 from moa_jax.drafters.api import NO_TOKEN
 from moa_jax.errors import InputError
 from moa_jax.model import sharding

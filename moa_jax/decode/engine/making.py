@@ -6,10 +6,9 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 
-from moa_jax.decode.background import BackgroundWorker
+from moa_jax.decode.background import BackgroundWorker, can_compile_more
 from moa_jax.decode.engine.shelf import Shelf
 from moa_jax.decode.engine.wanted import Making, name_of
-from moa_jax.decode.mappings import can_compile_more
 
 Done = Callable[[], None]
 

@@ -28,12 +28,13 @@ from jax import lax
 
 from moa_jax.config import Sampling
 from moa_jax.config.checks import is_id
-from moa_jax.decode import logprobs, sample, step
+from moa_jax.decode import logprobs, step
+from moa_jax.decode import sampling as sampling_lib
+from moa_jax.decode.limits import MOST_STOPS, check_stops
 from moa_jax.decode.logprobs import LogProbs
 from moa_jax.decode.programs import scalar_batch
-from moa_jax.decode.room import MOST_STOPS, check_stops
-from moa_jax.decode.sample import BatchSampling, TokenCounts, host_batch_sampling
-from moa_jax.decode.state import DecodeState, StopConditions, RoundState, StaticConfig, Weights
+from moa_jax.decode.sampling import BatchSampling, TokenCounts, host_batch_sampling
+from moa_jax.decode.state import DecodeState, RoundState, StaticConfig, StopConditions, Weights
 from moa_jax.errors import InputError
 from moa_jax.model import llama
 
@@ -245,7 +246,7 @@ def _picked(rows_BC: Array, index_BW: Array) -> Array:
 
 
 def _law(setup: StaticConfig, given: RowSettings) -> BatchSampling:
-    law = sample.with_keys(given.law)
+    law = sampling_lib.with_keys(given.law)
     if given.biases is None:
         return law
     zero_BV = jnp.zeros((len(given.total_B), setup.target.vocab_size), jnp.float32)
@@ -259,7 +260,7 @@ def _with_said(
 ) -> RoundState:
     """What a round reads, with what a law wants to know of the first `count` tokens."""
     of_text = (live.tokens_BC, given.prompt_length_B, setup.target.vocab_size, count_B)
-    return live.now._replace(token_counts=sample.counts_in(law, *of_text))
+    return live.now._replace(token_counts=sampling_lib.counts_in(law, *of_text))
 
 
 # ---- what the host gives ------------------------------------------------------------------

@@ -31,7 +31,7 @@ from moa_jax.decode.engine.rows import (
     together,
 )
 from moa_jax.decode.engine.shelf import Shelf, Size
-from moa_jax.decode.logprobs import TokenLogprob, LogProbs
+from moa_jax.decode.logprobs import LogProbs, TokenLogprob
 from moa_jax.decode.programs import bucket_for
 
 # A state has rows for so many more rounds, and a call has no more than fit. With many, texts would

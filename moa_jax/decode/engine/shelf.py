@@ -27,8 +27,8 @@ from moa_jax.decode import logprobs, step
 from moa_jax.decode.engine import rows as device
 from moa_jax.decode.engine.rows import EVERY, LIKELY, Kind, Live, RowSettings
 from moa_jax.decode.programs import (
-    Programs,
     CompiledSizes,
+    Programs,
     bucket_for,
     cache_rows_for,
     power_of_two_buckets,

@@ -23,17 +23,17 @@ from functools import partial
 
 from moa_jax.config import MoaConfig, Objective, TargetConfig
 from moa_jax.drafters.api import Drafter, TapSpec
-from moa_jax.drafters.grow import by_level
 from moa_jax.drafters.moa import decode, files, train
 from moa_jax.drafters.moa.blocks import Moa, block_configs
-from moa_jax.files.kinds import DrafterKind
+from moa_jax.drafters.tree import by_level
+from moa_jax.files.registry import DrafterKind
 
 
 def make(cfg: MoaConfig, target_cfg: TargetConfig, objective: Objective | None = None) -> Drafter:
     """The drafter as pure functions; `objective` matters for training only."""
     reused, layers = cfg.target_layer_inference, target_cfg.num_layers
     moa = Moa(cfg, target_cfg, block_configs(cfg, target_cfg))
-    propose, go_on = by_level(partial(decode.step, moa))
+    propose, draft_one = by_level(partial(decode.step, moa))
     return Drafter(
         taps=TapSpec(True, (layers - reused,) if reused else (), cfg.hidden_in_memory),
         shared_params=moa.shared_params,
@@ -43,7 +43,7 @@ def make(cfg: MoaConfig, target_cfg: TargetConfig, objective: Objective | None =
         propose=propose,
         condense=partial(decode.condense, moa),
         condense_only=("layer_self_attention", "ekv2e", "hidden2e"),
-        draft_one=go_on,
+        draft_one=draft_one,
         loss=train.make_loss(moa, objective or Objective()),
         teacher_forced=partial(train.teacher_forced, moa),
     )

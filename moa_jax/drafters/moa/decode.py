@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from moa_jax.drafters.api import Params, Shared, TargetActivations
-from moa_jax.drafters.grow import Nodes
 from moa_jax.drafters.moa.blocks import Moa
+from moa_jax.drafters.tree import Nodes
 from moa_jax.model import cache as kv_cache
 from moa_jax.model import llama
 from moa_jax.model.cache import KV

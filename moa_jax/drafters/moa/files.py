@@ -21,7 +21,7 @@ from moa_jax.drafters.moa.blocks import block_configs
 from moa_jax.errors import InputError
 from moa_jax.files.config_keys import contradiction, refuse_contradictions
 from moa_jax.files.hf_config import check_same_block, target_config_to_hf
-from moa_jax.files.kinds import (
+from moa_jax.files.registry import (
     FileLayout,
     Files,
     check_pairing,

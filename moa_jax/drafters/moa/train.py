@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from moa_jax.config import ChunkConfig, MaskConfig, Objective
 from moa_jax.data.batch import Batch
-from moa_jax.drafters import learning, losses
+from moa_jax.drafters import distill_loss, losses
 from moa_jax.drafters.api import DrafterLoss, Params, Shared, TargetActivations
 from moa_jax.drafters.moa.blocks import Moa
 from moa_jax.model import llama, masks, sharding
@@ -216,8 +216,8 @@ def loss_of(
     References: paper section 3.4; authors' train/moa_spec.py.
     """
     mean = lambda x_BT: losses.answer_mean(x_BT, batch.response_BT)
-    drafts = [learning.Draft(found.feature_BTD, batch.response_BT) for found in passes]
-    each = learning.token_losses(objective, shared, None, tapped.hidden_BTD, drafts)
+    drafts = [distill_loss.Draft(found.feature_BTD, batch.response_BT) for found in passes]
+    each = distill_loss.token_losses(objective, shared, None, tapped.hidden_BTD, drafts)
     for parts, found in zip(each, passes, strict=True):
         parts["feature_loss"] = mean(losses.smooth_l1(found.feature_BTD, tapped.hidden_BTD))
         if found.entry_BTD is not None:
@@ -227,7 +227,7 @@ def loss_of(
     feature = parts["feature_loss"]
     if "prev_feature_loss" in parts:
         feature = 0.5 * feature + 0.5 * parts["prev_feature_loss"]
-    return learning.weighted(objective.loss, parts, feature, progress)
+    return distill_loss.weighted(objective.loss, parts, feature, progress)
 
 
 def teacher_forced(

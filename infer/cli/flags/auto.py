@@ -1,0 +1,149 @@
+"""Mode auto: the candidate draft shapes of a session, and their cost table on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from moa_jax.config import DraftShape
+from moa_jax.decode.costs import Costs, Place, load_costs, pair_of, priced_as, save_costs
+from moa_jax.decode.draft_vocabulary import DraftVocabulary, vocabulary_beside
+from moa_jax.decode.session import DEFAULT_DEPTH, PLAIN, Session
+from moa_jax.measure.pricing import NEW, PROMPT, price
+from moa_jax.model.sharding import mesh_of, name_of
+from moa_jax.pretrained import LoadedDrafter, Target
+
+CHAINS = (3, 5, 8)  # depths, besides the drafter's own
+TREE = {"cpu": DraftShape(5, 4, 16)}  # a CPU verifies few tokens at once
+TREE_ELSEWHERE = DraftShape(7, 8, 62)  # the paper's
+FOLDER = "costs"  # below the folder of the compilation cache
+# A draft vocabulary omits a few percent of the tokens, and an omitted token ends a draft. So rounds
+# with a draft vocabulary must take at most this share of the time of rounds without.
+MOST_OF_A_ROUND = 0.95
+
+
+def ways_of(own: DraftShape, drafter: LoadedDrafter | None = None) -> tuple[DraftShape, ...]:
+    """Candidate shapes: plain decoding, `own`, chains, and a tree unless candidates are sampled.
+
+    A drafter without weights gets plain decoding and `own` only: both are compiled before the first
+    round, so that the compiler takes no cores from an answer that is hardly drafted.
+    """
+    if drafter is not None and not drafter.params:
+        return PLAIN, own
+    chains = tuple(DraftShape(depth, sampled=own.sampled) for depth in CHAINS)
+    tree = TREE.get(jax.default_backend(), TREE_ELSEWHERE)
+    return tuple(dict.fromkeys((PLAIN, own, *chains, *(() if own.sampled else (tree,)))))
+
+
+def costs_of(
+    target: Target,
+    drafter: LoadedDrafter,
+    vocabulary: DraftVocabulary | None,
+    weights: str | None,
+) -> Costs:
+    """The cost table of this pair on this device; empty before the first measurement."""
+    size = len(vocabulary.ids_U) if vocabulary else target.config.vocab_size
+    kind, mesh = jax.devices()[0].device_kind, mesh_of(target.params)
+    place = Place(
+        device_kind=kind if mesh is None else f"{kind}, mesh {name_of(mesh)}",
+        dtype=str(target.params["embed"].dtype),
+        weights=weights,
+        pair=pair_of(target.config, drafter.method, drafter.config, size),
+        cores=_num_cores(),
+    )
+    costs, notice = load_costs(folder(), place)
+    if notice:
+        print(notice, file=sys.stderr)
+    return costs
+
+
+def fill(session: Session, batch: int = 1, keep: bool = True) -> None:
+    """Times the session's shapes if its cost table lacks one; stores the table if `keep`."""
+    if _lacks(session, batch):
+        print(
+            f"compiling and timing {len(session.ways)} ways to decode, once on this machine",
+            file=sys.stderr,
+        )
+        _measure(session, batch)
+        if keep:
+            save_costs(folder(), session.costs)
+
+
+def fill_meanwhile(session: Session, batch: int = 1) -> None:
+    """`fill` in the background, silently; stops when the main thread ends."""
+    if session.chooser is not None and _lacks(session, batch):
+        lives = threading.main_thread().is_alive
+
+        def measure() -> None:
+            _measure(session, batch, lives)
+            save_costs(folder(), session.costs)
+
+        session.background.submit("costs", measure)
+
+
+def _lacks(session: Session, batch: int) -> bool:
+    return any(session.costs.ms(batch, way) is None for way in session.ways)
+
+
+def _measure(session: Session, batch: int, *go_on: Callable[[], bool]) -> None:
+    rows = session.room.rows_for(PROMPT + NEW)
+    for way, ms in price(session, batch, *go_on).items():
+        session.costs.put(batch, priced_as(way) or way, ms, rows)
+
+
+def fill_vocabularies(target: Target, drafter: LoadedDrafter | None, weights: str | None) -> None:
+    """Times the drafter's own chain with its draft vocabulary and with all tokens, once.
+
+    Does nothing for a drafter without a draft vocabulary.
+    """
+    beside = drafter and vocabulary_beside(target, drafter)
+    for vocabulary in (beside, None) if beside else ():
+        costs, own = _own_chain(target, drafter, vocabulary, weights)
+        if costs.ms(1, own) is None:
+            size = len(vocabulary.ids_U) if vocabulary else target.config.vocab_size
+            print(f"timing drafts from {size} tokens, once on this machine", file=sys.stderr)
+            session = Session(target, drafter, own, costs=costs, vocabulary=vocabulary)
+            _measure(session, 1)
+            save_costs(folder(), costs)
+
+
+def vocabulary_pays(
+    target: Target, drafter: LoadedDrafter, vocabulary: DraftVocabulary, weights: str | None
+) -> bool:
+    """Whether rounds with the draft vocabulary are shorter, according to the cost tables."""
+    narrow, whole = (
+        costs.ms(1, own)
+        for costs, own in (
+            _own_chain(target, drafter, each, weights) for each in (vocabulary, None)
+        )
+    )
+    return None not in (narrow, whole) and narrow < MOST_OF_A_ROUND * whole
+
+
+def _own_chain(
+    target: Target,
+    drafter: LoadedDrafter,
+    vocabulary: DraftVocabulary | None,
+    weights: str | None,
+) -> tuple[Costs, DraftShape]:
+    shape = DraftShape(drafter.depth or DEFAULT_DEPTH)
+    return costs_of(target, drafter, vocabulary, weights), shape
+
+
+def folder() -> Path | None:
+    """The folder of the cost tables; None without a local compilation cache."""
+    config = jax.config
+    kept = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
+    return Path(kept) / FOLDER if kept and "://" not in kept else None  # jax accepts URLs
+
+
+def _num_cores() -> int:
+    """Number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

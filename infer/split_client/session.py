@@ -1,0 +1,325 @@
+"""A client's session on its server during one answer, over any number of links.
+
+    reach       ensures a link and a session with all settled tokens
+    ask, reply  send the next request; receive the messages of its reply
+    take        checks the complete reply before the client uses its content
+    drop        gives up a lost link; `join` dials until a new link is open
+
+The session tracks the settled tokens of the answer and the number of their received rows. It is
+independent of the drafter and of the reader of the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from infer.split_client.link import (
+    ConnectionLost,
+    Link,
+    LinkTraffic,
+    Refused,
+    ServerAddress,
+    SessionExpired,
+)
+from infer.split_client.replies import (
+    CheckedReply,
+    SessionRequest,
+    TokenRows,
+    check,
+    given_text,
+    known_after,
+    stream_part,
+    unpacked,
+)
+from infer.split_client.state import AnswerText, ClientOptions, Counts
+from moa_jax.config import Sampling
+from moa_jax.split import protocol
+from moa_jax.split.rows import LeafSpec
+
+MOST_STALE = 16  # most repeats of earlier replies that are skipped before a reply
+FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0  # seconds between attempts to connect again
+
+
+class Backoff:
+    """Exponential backoff between attempts to dial, and the deadline for giving up."""
+
+    def __init__(self, give_up_seconds: float) -> None:
+        self._give_up_seconds = give_up_seconds
+        self._random = random.Random()
+        self.reset()
+
+    def reset(self) -> None:
+        """Restarts from the shortest pause, after the answer has grown."""
+        self._wait = 0.0  # before the next attempt
+        self._give_up: float | None = None  # deadline; set by the first wait
+
+    async def pause(self) -> None:
+        """Sleeps before an attempt, and doubles the next pause."""
+        await asyncio.sleep(self._wait * self._random.uniform(0.5, 1.5))
+        self._wait = min(max(FIRST_WAIT, 2 * self._wait), LONGEST_WAIT)
+
+    async def wait_for(self, task: asyncio.Task[Any]) -> Any:
+        """The task's result; None if the task is not done at the deadline."""
+        while not task.done():
+            now = time.monotonic()
+            if self._give_up is None:
+                self._give_up = now + self._give_up_seconds
+            if now >= self._give_up:
+                return None
+            await asyncio.wait([task], timeout=self._give_up - now)
+        return task.result()
+
+
+class RemoteSession:
+    """The link to a server and the session on the server; a lost one is replaced."""
+
+    def __init__(
+        self,
+        server: ServerAddress | None,
+        vocab_size: int,
+        leaves: Sequence[LeafSpec],
+        options: ClientOptions,
+    ) -> None:
+        """`server` None never opens a link; `leaves` are the arrays of one token's rows."""
+        self.has_server = server is not None
+        self.link: Link | None = None
+        self.traffic = LinkTraffic()
+        self.backoff = Backoff(options.reconnect_seconds)
+        self.was_served = False  # a server has opened a session for this or an earlier answer
+        self._server, self._vocab_size, self._options = server, vocab_size, options
+        self._unpack = functools.partial(unpacked, leaves, server)
+
+    def begin(self, text: AnswerText, sampling: Sampling, counts: Counts) -> None:
+        """Starts another answer; an open link is kept from the previous answer."""
+        self._text, self._sampling, self._counts = text, sampling, counts
+        self._id: str | None = None  # session id on the server
+        self._seq = -1  # of the last received reply
+        self._request: SessionRequest | None = None  # the last sent request
+        self._streaming: int | None = None  # row of a stream's last part, -1 before the first
+        self._held: list[TokenRows] = []  # parts of an incomplete reply
+        self._received = 0  # received rows, including those in `_held`
+        self._before = dataclasses.replace(self.traffic)
+        self._is_denied = False  # the server refused this client: no more links for this answer
+        self.backoff.reset()
+
+    async def finish(self) -> None:
+        """Ends the answer: frees its slot on the server and counts its bytes."""
+        if self.link is not None:
+            try:
+                await self.link.send(protocol.Close())
+            except (
+                ConnectionLost,
+                SessionExpired,
+                Refused,
+            ):  # the server detects the lost connection
+                self.cut()
+        self._counts.bytes_up = self.traffic.bytes_up - self._before.bytes_up
+        self._counts.bytes_down = self.traffic.bytes_down - self._before.bytes_down
+
+    # ---- the link -------------------------------------------------------------------------
+
+    @property
+    def can_dial(self) -> bool:
+        """Whether this answer may still get another link."""
+        return self.has_server and not self._is_denied
+
+    async def connect(self) -> None:
+        """Connects to the server, if one is configured; raises Lost or Denied."""
+        if self.has_server and self.link is None:
+            try:
+                self.link = await self._dial()
+            except SessionExpired as error:
+                raise ConnectionLost(str(error)) from error
+
+    async def close(self) -> None:
+        """Closes the connection with a closing handshake, if one is open."""
+        if self.link is not None:
+            with contextlib.suppress(Exception):
+                await self.link.close()
+            self.link = None
+
+    def cut(self) -> None:
+        """Closes the transport at once, without a close frame, if a connection is open."""
+        if self.link is not None:
+            self.link.abort()
+        self.link = None
+
+    def disconnect(self, error: ConnectionLost | SessionExpired | Refused) -> str:
+        """Gives up the link after an error; returns a notice with the reason."""
+        self._counts.drops += self.link is not None
+        self.cut()
+        if isinstance(error, SessionExpired):
+            self._id = None
+        if isinstance(error, Refused):  # no other link follows: the drafter decodes the rest
+            self._is_denied = True
+            return str(error)
+        return f"link lost: {error}"
+
+    async def _dial(self) -> Link:
+        """Opens a new link, not yet used by the answer; raises Lost, Gone or Denied."""
+        return await Link.open(self._server, self._vocab_size, self.traffic)
+
+    # ---- the session ----------------------------------------------------------------------
+
+    async def ensure_session(self) -> list[protocol.Committed]:
+        """Ensures a link and a session; returns the reply that the client missed, or []."""
+        if self.link is None:
+            self.link = await self._dial()
+        return await self._joined(self.link)
+
+    async def join(self) -> list[protocol.Committed]:
+        """Like `ensure_session`, but retries until it succeeds; raises Denied."""
+        while True:
+            await self.backoff.pause()
+            try:
+                link = await self._dial()
+                try:
+                    missed = await self._joined(link)
+                except BaseException:
+                    link.abort()
+                    raise
+            except (ConnectionLost, SessionExpired):
+                continue
+            self.link = link
+            return missed
+
+    async def reopen(self) -> list[protocol.Committed]:
+        """Replaces a session whose tokens differ from the client's; returns the reply to Open."""
+        await self.link.send(protocol.Close())
+        return await self._opened(self.link)
+
+    async def _joined(self, link: Link) -> list[protocol.Committed]:
+        """Resumes the session, or opens one with all settled tokens; returns the missed reply."""
+        if self._id is not None:
+            try:
+                return await self._resumed(link)
+            except SessionExpired:
+                self._id = None
+        return await self._opened(link)
+
+    async def _resumed(self, link: Link) -> list[protocol.Committed]:
+        """Resumes the session; returns the missed reply, or []; raises Gone for a lost session."""
+        await link.send(protocol.Resume(self._id, self._seq, self._received))
+        found = await link.receive(protocol.Resumed)
+        if not max(self._seq, 0) <= found.seq <= self._request.seq:  # Open's reply has number 0
+            raise SessionExpired(f"the server's last reply is {found.seq}: another session")
+        self._streaming = None if found.seq == self._seq else -1
+        if found.seq == self._seq or isinstance(self._request, protocol.Stream):
+            return []  # `next_part` receives the parts of a stream, from the first
+        if isinstance(self._request, protocol.Open):  # the server repeats the whole reply
+            await link.receive(protocol.Opened)
+        return await self._reply(link)
+
+    async def _opened(self, link: Link) -> list[protocol.Committed]:
+        """Opens a session with all settled tokens, and returns the reply.
+
+        The tokens include the root once the answer has one, and the tail with policy `keep`.
+        """
+        if self._options.policy == "keep":
+            self._text.keep_tail()
+        self._id, self._seq, self._streaming = None, -1, None
+        text = self._text
+        root_given = len(text.committed) > len(text.prompt)
+        if self._options.stream:
+            self._received = len(text.committed) - root_given  # only drafting needs rows
+        self._request = protocol.Open(
+            seq=0,
+            tokens=list(text.committed),
+            prompt_length=len(text.prompt),
+            root_given=root_given,
+            known=self._received,
+            total=text.total,
+            stop_ids=sorted(text.stops),
+            sampling=protocol.sampling_fields(self._sampling),
+        )
+        await link.send(self._request)
+        opened = await link.receive(protocol.Opened, patience=self._options.patience)
+        self._id, self.was_served = opened.session, True
+        self._counts.prompts += 1
+        return await self._reply(link)
+
+    # ---- requests and replies -------------------------------------------------------------
+
+    @property
+    def room(self) -> int:
+        """Most draft nodes within the limits of the server and of the answer."""
+        return min(self.link.welcome.max_nodes, self._text.room - 1)
+
+    async def ask(self, kind: type[SessionRequest], *fields: Any) -> None:
+        """Sends the next request."""
+        self._request = kind(self._seq + 1, *fields)
+        await self.link.send(self._request)
+
+    async def reply(self) -> list[protocol.Committed]:
+        """Receives the reply to the last request; the caller passes it to `apply_reply`.
+
+        Stores rows of tokens that the request gave on arrival, so that a later link does not
+        transfer these rows again. Skips repeats of earlier replies. Raises Lost for a part that
+        leaves a gap.
+        """
+        return await self._reply(self.link)
+
+    async def _reply(self, link: Link) -> list[protocol.Committed]:
+        seq, known, stale = self._request.seq, self._received, 0
+        parts: list[protocol.Committed] = []
+        while True:
+            part = await link.receive(protocol.Committed, patience=self._options.patience)
+            if part.seq < seq and (stale := stale + 1) <= MOST_STALE:
+                continue
+            known = known_after(part, seq, known, self._text.total)
+            if part.more and not isinstance(self._request, protocol.Verify):
+                given = given_text(self._request, part, self._text)
+                self._held.append(self._unpack(part, given))
+                self._received = part.start + part.count
+                self.backoff.reset()
+            else:
+                parts.append(part)
+            if not part.more:
+                return parts
+
+    def take_held(self) -> list[TokenRows]:
+        """Returns the stored parts and clears the store."""
+        found, self._held = self._held, []
+        return found
+
+    def apply_reply(self, parts: Sequence[protocol.Committed]) -> CheckedReply:
+        """Checks a complete reply and returns its content.
+
+        Raises Lost, and changes nothing, for a reply that does not fit the last request.
+        """
+        request, tokens = self._request, parts[-1].tokens
+        whole = [*self._text.committed, *tokens]
+        check(request, parts, self._text, self._received)
+        rows = [self._unpack(part, whole) for part in parts if part.count]
+        self._seq, self._received = request.seq, len(whole) - 1
+        if isinstance(request, protocol.Read):
+            self._counts.prompts += 1
+        elif isinstance(request, protocol.Verify):
+            self._counts.rounds += 1
+            self._counts.drafted += len(request.tokens)
+            self._counts.accept_lengths.append(len(tokens))
+        if tokens:
+            self.backoff.reset()
+        is_kept = isinstance(request, protocol.Read)
+        return CheckedReply(tokens, parts[-1].done, is_kept, [*self.take_held(), *rows])
+
+    async def next_part(self) -> CheckedReply:
+        """The next part of the target's stream; the first call sends the Stream request."""
+        begin = time.perf_counter()
+        if self._streaming is None:
+            await self.ask(protocol.Stream)
+            self._streaming = -1
+        part = await self.link.receive(protocol.Committed, patience=self._options.patience)
+        self._counts.waiting_s += time.perf_counter() - begin
+        reply = stream_part(part, self._request.seq, self._streaming, self._text)
+        self._streaming = part.start
+        if reply.tokens:
+            self.backoff.reset()
+        return reply
