@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 from infer import bench, convert, evaluate, generate
 from infer.bench.candidates import describe, load_candidates
 from infer.cli.flags import auto
-from infer.cli.flags import vocabulary as vocabulary_flags
 from infer.cli.flags import pair as pair_flags
+from infer.cli.flags import vocabulary as vocabulary_flags
 from infer.cli.program import run
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Sampling

@@ -17,7 +17,7 @@ from infer.openai.requests import (
 )
 from infer.openai.tokens import TokenTexts
 from moa_jax.config import Sampling
-from tests.decode.test_text import sentence_pieces
+from tests.decode.test_detokenize import sentence_pieces
 from tests.serve.toy_server import EOS, TOKENIZER, VOCAB
 
 MODEL = Model("toy", TOKENIZER, VOCAB, (EOS,), max_tokens=64, max_prompt=50, created=5)
