@@ -83,8 +83,8 @@ class Child:
 
     def last_line(self) -> str:
         """The last line of the log."""
-        said = self._log.read_text(errors="replace").strip().splitlines()
-        return said[-1] if said else "nothing"
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "nothing"
 
     def cpu_seconds(self) -> float | None:
         """CPU seconds of all threads of the server; None if the system does not report them."""

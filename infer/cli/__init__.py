@@ -1,4 +1,4 @@
-"""What all programs share on the command line.
+"""Modules that all programs share: parser, flags, documents, streams.
 
 program.py        the parser, progress bars, and errors as one line with exit code 2
 flags/            groups of flags, and what their values load

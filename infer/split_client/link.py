@@ -169,8 +169,8 @@ class Link:
             async with asyncio.timeout(LAST_WORDS):
                 while True:
                     await self.receive(object)
-        except (Refused, SessionExpired, ServerBusy) as said:
-            return said
+        except (Refused, SessionExpired, ServerBusy) as error:
+            return error
         except (ConnectionLost, TimeoutError):
             return ConnectionLost(_as_line(error))
 

@@ -37,7 +37,7 @@ class DraftShape:
             raise InputError(f"depth is {self.depth}; choose at most {MAX_DEPTH}")
         if self.sampled and self.is_dynamic:
             raise InputError(
-                "sampled candidates of a dynamic tree would be chosen by their luck, which "
+                "sampled candidates of a dynamic tree would be chosen by their noise, which "
                 "changes the distribution; use a chain or a static tree, or top-k candidates"
             )
         if self.paths:

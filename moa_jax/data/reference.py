@@ -41,19 +41,19 @@ def reference_messages(record: dict) -> ReadRecord:
     try:
         if style == "instruction":
             keys, texts = [style, "output"], [record["instruction"], record["output"]]
-            said = [("user", texts[0].strip()), ("assistant", texts[1].strip())]
+            turns = [("user", texts[0].strip()), ("assistant", texts[1].strip())]
         else:
-            keys, said = [style], [_said(turn, style) for turn in record[style]]
+            keys, turns = [style], [_turn(turn, style) for turn in record[style]]
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(
             "a record of unknown style; give it `messages`, `history`, `conversations` "
             "(from, value), or `instruction` and `output`"
         ) from error
-    messages = [{"role": role, "content": text} for role, text in said]
+    messages = [{"role": role, "content": text} for role, text in turns]
     return ReadRecord(messages, unread_of(record, keys, messages))
 
 
-def _said(turn: dict, style: str) -> tuple[str, str]:
+def _turn(turn: dict, style: str) -> tuple[str, str]:
     """Role and content of a turn; null keys count as absent, as in a table of two styles."""
     if style == "conversations" and turn.get("from") is not None:
         role, content = "assistant" if turn["from"] == "gpt" else "user", turn["value"]

@@ -89,10 +89,10 @@ def _scores(cfg, params, tokens_1T, prompt_length, length, batch_sampling) -> ja
     found = llama.forward(cfg, params, tokens_1T, context)
     last_11D = jax.lax.dynamic_slice_in_dim(found.hidden_BTD, length - 1, 1, axis=1)
     logits_11V = llama.unembed(params, last_11D)
-    said = sampling_lib.counts_in(
+    token_counts = sampling_lib.counts_in(
         batch_sampling, tokens_1T, prompt_length[None], cfg.vocab_size, length[None]
     )
     scores_V = sampling_lib.perturbed_logits(
-        batch_sampling, logits_11V, said.each(), length[None, None]
+        batch_sampling, logits_11V, token_counts.each(), length[None, None]
     )[0, 0]
     return sharding.constrain_whole(scores_V)  # each process reads the scores

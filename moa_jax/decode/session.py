@@ -296,7 +296,7 @@ class Session:
         batch_sampling: BatchSampling,
         shape: DraftShape | None = None,
     ) -> jax.stages.Compiled:
-        """Returns the compiled loop of rounds: (weights, state, limits, law) -> state.
+        """Returns the compiled loop of rounds: (weights, state, limits, batch_sampling) -> state.
 
         The loop donates the state. `shape` is one of `ways`, by default the session's `shape`.
         """

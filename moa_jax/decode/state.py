@@ -39,7 +39,7 @@ class StaticConfig(NamedTuple):
     target: TargetConfig
     drafter: Drafter | None
     shape: DraftShape
-    # (setup, law, now, tree, logits_BNV) -> choice_BN, in place of `step.choose`
+    # (setup, batch_sampling, round, tree, logits_BNV) -> choice_BN, instead of `step.choose`
     token_chooser: Callable[..., Array] | None = None
     catches_up: bool = False  # whether the drafter's caches may lag
     # Number of top log-probabilities kept beside each token's own; None: no log-probabilities

@@ -126,7 +126,7 @@ class Drafter(NamedTuple):
     init_cache: Callable[[int, int, jnp.dtype], Cache]
     # (params, shared, cache, tokens_BT, length_B, digest) -> cache
     extend: Callable[[Params, Shared, Cache, Array, Array, Digest], Cache]
-    # (params, shared, cache, root_B, length_B, shape, guide) -> (tree, cache)
+    # (params, shared, cache, root_B, length_B, shape, sampler) -> (tree, cache)
     propose: Callable[
         [Params, Shared, Cache, Array, Array, DraftShape, CandidateSampler], tuple[Tree, Cache]
     ]

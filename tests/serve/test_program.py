@@ -43,7 +43,7 @@ REFUSED = {  # flags, and what the one line says
     "--ready-file {absent}/x.json": "no file can be written there; choose another path",
     "--port 0 --target {absent} --draft {absent}": "absent is not a folder",
     "--port 0 --target {absent} --method eagle": "--method eagle describes a drafter; name it",
-    "--port 0 --mode tree --sampled-drafts": "luck",
+    "--port 0 --mode tree --sampled-drafts": "noise",
     "--port 0 --mode plain --max-prompt 5000": "--max-prompt 5000: prompts of at most 1023 tokens",
     "--port 0 --mode plain --max-tokens 1": "max_tokens is 1; choose from 2 to 1024",
 }
