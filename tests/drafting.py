@@ -125,7 +125,7 @@ def assert_drafting_equals_training(
     """A chain drafted with caches comes from the logits of one pass that knows the prompts.
 
     The last token of each prompt is the root, the others are verified. Token by token with
-    `go_on` it is the same chain, from the same logits.
+    `draft_one` it is the same chain, from the same logits.
     """
     functions, vocab_size = make(target, drafter), target.config.vocab_size
     prompts = [prompt for prompt in prompts if len(prompt) > 1]

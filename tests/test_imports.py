@@ -208,7 +208,9 @@ def test_faults_are_found():
     assert one_fault("moa_jax/drafters/api.py", "from moa_jax.drafters import moa")
     assert one_fault("moa_jax/split/server_target.py", "from moa_jax.drafters import moa")
     assert one_fault("moa_jax/split/server_target.py", "from infer.bench import tables")
-    assert one_fault("moa_jax/decode/session.py", "from moa_jax.split.server_target import Slots")
+    assert one_fault(
+        "moa_jax/decode/session.py", "from moa_jax.split.server_target import TargetSlots"
+    )
     assert one_fault("moa_jax/data/chat.py", "from moa_jax.model.llama import forward")
     assert one_fault("moa_jax/pretrained.py", "from moa_jax import generate")
     assert one_fault("moa_jax/pretrained.py", "from train.run.settings import load_config")

@@ -50,8 +50,8 @@ def test_a_job_that_fails_runs_again_when_it_is_submitted_again(caplog):
 
 CODE = """
 import sys, threading, time
-from moa_jax.decode.background import Background
-background, begun, both = Background(), threading.Event(), threading.Event()
+from moa_jax.decode.background import BackgroundWorker
+background, begun, both = BackgroundWorker(), threading.Event(), threading.Event()
 
 def until_the_other_is_dropped():
     begun.set()
@@ -75,7 +75,7 @@ def test_a_process_that_ends_leaves_out_what_was_not_begun():
 
 def test_whoever_is_in_a_hurry_leaves_what_was_begun():
     """With its own exit code, and with all that it has said; where nothing is done it goes on."""
-    code = CODE + "print('last'); background.leave(7); print('never')"
+    code = CODE + "print('last'); background.exit_now(7); print('never')"
     ran = subprocess.run(
         [sys.executable, "-c", code, "or for ever"], capture_output=True, text=True, timeout=300
     )
@@ -102,7 +102,7 @@ def test_whoever_interrupts_the_wait_ends_the_process():
 def test_memory_is_given_back_seldom(monkeypatch):
     """It is taken from those who would use it again, too."""
     returns = []
-    monkeypatch.setattr("moa_jax.decode.background._give_back_memory", lambda: returns.append(1))
+    monkeypatch.setattr("moa_jax.decode.background._trim_malloc", lambda: returns.append(1))
     background = BackgroundWorker()
     for name in "abc":
         background.submit(name, lambda: None)

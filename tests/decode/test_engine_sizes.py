@@ -225,7 +225,7 @@ def test_the_thread_of_the_engine_never_compiles(name, ways, small_steps, starte
 @pytest.mark.slow
 def test_without_room_nothing_more_is_compiled(monkeypatch, started, caplog):
     """Texts are the same, and who asks for log-probabilities has them."""
-    monkeypatch.setattr("moa_jax.decode.engine.making.has_room", lambda: False)
+    monkeypatch.setattr("moa_jax.decode.engine.making.can_compile_more", lambda: False)
     engine = engine_of(None, num_slots=3)
     requests = mixed(6, 5)
     settle(started(engine), requests)

@@ -1,6 +1,6 @@
 """Calls of one generation that draft in different ways: the text is plain decoding's.
 
-The drafter's caches are late after rounds of plain decoding, and whole again after `catch_up`.
+The drafter's caches are late after rounds of plain decoding, and whole again after `sync_drafter`.
 """
 
 from __future__ import annotations

@@ -269,17 +269,17 @@ import re, sys
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
-from moa_jax.files import folders, hf_config
+from moa_jax.files import hf_config, model_folder
 from moa_jax.model import convert
 from moa_jax.config import BlockConfig, TargetConfig
 from moa_jax.pretrained import load_target
 
-folder, layers = folders.Path(sys.argv[1]), sys.argv[2]
+folder, layers = model_folder.Path(sys.argv[1]), sys.argv[2]
 cfg = TargetConfig("llama", 4096, 12, BlockConfig(512, 8, 2, 64, 2048, 1e-5, 1e4, None), False, 64)
 shapes = convert.stored_shapes(convert.target_table(cfg))
 if not folder.exists():
     folder.mkdir()
-    folders.write_json(folder / "config.json", hf_config.target_config_to_hf(cfg))
+    model_folder.write_json(folder / "config.json", hf_config.target_config_to_hf(cfg))
     tensors = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors")
     del tensors
@@ -288,14 +288,14 @@ def anonymous():  # bytes of this process that are not pages of a mapped file
     status = open("/proc/self/status").read()
     return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", status)[1])
 
-read, seen = folders.TensorReader.read, []
+read, seen = model_folder.TensorReader.read, []
 def watched(self, name):
     tensor = read(self, name)
     seen.append(anonymous())
     return tensor
 
 jnp.zeros(1).block_until_ready()  # starts the backend
-folders.TensorReader.read = watched
+model_folder.TensorReader.read = watched
 before = anonymous()
 target = load_target(folder, "float32", layers=layers)
 seen.append(anonymous())
@@ -315,7 +315,7 @@ import sys
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from moa_jax.files import placement
+from moa_jax.files import device_loader
 from moa_jax.pretrained import load_target
 
 mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -327,7 +327,7 @@ def of(path, shape):  # split the last axis that four devices share evenly; the 
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 plain = load_target(sys.argv[1], layers=sys.argv[2])
-placement.TURNED_ON_HOST = int(sys.argv[3])
+device_loader.TURNED_ON_HOST = int(sys.argv[3])
 spread = load_target(sys.argv[1], layers=sys.argv[2], sharding=of)
 def check(path, one, two):
     np.testing.assert_array_equal(one, two)

@@ -149,7 +149,7 @@ def test_codes_pass_through():
 
 
 def test_a_closed_pipe_is_quiet():
-    program = "from infer import program; program.run(lambda arguments: print('x'))"
+    program = "from infer.cli import program; program.run(lambda arguments: print('x'))"
     buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # what is left in a buffer fails last
     reader, writer = os.pipe()
     os.close(reader)

@@ -77,7 +77,7 @@ class ToyHalf:
 
     def __init__(self, can_go_on: bool = True) -> None:
         self.leaves, self.cfg = SPECS, SimpleNamespace(vocab_size=VOCAB)
-        self.functions = SimpleNamespace(go_on=guess if can_go_on else None)
+        self.functions = SimpleNamespace(draft_one=guess if can_go_on else None)
         self.exact = True  # whether rows come as they were
         self.reset(Sampling())
 
