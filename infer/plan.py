@@ -25,17 +25,11 @@ import jax
 from infer.bench.inputs import shapes_of
 from infer.bench.plan import decoding
 from infer.bench.plan.decoding import FORMATS, Plan, PlanRequest
-from infer.bench.plan.machines import check_compiler, machine
+from infer.bench.plan.machines import machine
 from infer.bench.tables import gib, table_of
 from infer.flags.config_file import SHAPES, read_config
 from infer.flags.mesh import add_mesh_flag, as_flag
-from infer.flags.pair import (
-    DEFAULT_TREE,
-    EXPLICIT,
-    add_tree_sizes,
-    open_drafter,
-    shape_of,
-)
+from infer.flags.pair import DEFAULT_TREE, EXPLICIT, add_tree_sizes, open_drafter, shape_of
 from infer.program import Parser, above_zero, positive, run
 from moa_jax.config import DistillConfig, DraftShape
 from moa_jax.decode.programs import cache_rows_for
@@ -54,33 +48,26 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")  # an attached accelerator is left alone
     request = request_of(args)
-    check_compiler(request.machine)
     print("compiling, which takes up to a minute", file=sys.stderr, flush=True)
     found = decoding.plan(request) | {"mode": args.mode}
     print(to_json(found, indent=2) if args.json else described(found))
-    if not args.json:
-        print("fits" if found["fits"] else "does not fit")
     return FITS if found["fits"] else DOES_NOT_FIT
 
 
 def request_of(args: argparse.Namespace) -> PlanRequest:
     """The `PlanRequest` of the flags; raises InputError for flags that contradict each other."""
-    given = [
-        name for name in ("drafter", "depth", "breadth", "total_tokens") if getattr(args, name)
-    ]
-    if args.mode is None and given:
-        flag = given[0].replace("_", "-")
-        raise InputError(f"--{flag} without --mode, which is plain; add --mode chain or tree")
+    if args.mode is None and (args.drafter or args.depth or args.breadth or args.total_tokens):
+        raise InputError("a draft without --mode, which is plain; add --mode chain or tree")
     args.mode = args.mode or "plain"
     target = _target(args.shape)
     drafter = None if args.mode == "plain" else _drafter(args, target)
     shape = shape_of(args, drafter.depth) if drafter else DraftShape(1)
     found = machine(args.topology)
     chip = found.chip
-    chip = chip._replace(
-        bandwidth=chip.bandwidth if args.bandwidth is None else 1e12 * args.bandwidth,
-        launch=chip.launch if args.launch_us is None else 1e-6 * args.launch_us,
-    )
+    if args.bandwidth is not None:
+        chip = chip._replace(bandwidth=1e12 * args.bandwidth)
+    if args.launch_us is not None:
+        chip = chip._replace(launch=1e-6 * args.launch_us)
     request = PlanRequest(
         machine=found._replace(chip=chip),
         target=target.config,
@@ -90,7 +77,6 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
         rows_used=args.rows_used,
         batch=args.batch,
         weights=args.weights,
-        prompt_length=args.prompt_length,
         tau=args.tau or min(ASSUMED_TAU[args.mode], shape.levels),
         mesh=args.mesh or {},
     )
@@ -114,56 +100,47 @@ def _drafter(args: argparse.Namespace, target: Target) -> LoadedDrafter:
     if not args.drafter.endswith(".py"):
         return open_drafter(args.drafter, target)._replace(params=None)
     config = read_config(args.drafter, DistillConfig)
-    try:
-        check_pairing(target_sizes(shapes_of(config.target)), target_sizes(target.config))
-    except InputError as error:
-        raise InputError(f"{args.drafter}: {error}") from error
-    return LoadedDrafter(
-        method_of(config.drafter), config.drafter, None, (), Path(args.drafter), None
-    )
-
-
-# ---- the table ----------------------------------------------------------------------------
+    check_pairing(target_sizes(shapes_of(config.target)), target_sizes(target.config))
+    method = method_of(config.drafter)
+    return LoadedDrafter(method, config.drafter, None, (), Path(args.drafter), None)
 
 
 def described(found: Plan) -> str:
-    """A plan as tables in Markdown."""
+    """A plan as text, which ends with the verdict."""
     rows, axes = found["cache_rows"], as_flag(found["mesh"])
-    memory, limit = found["memory"], gib(found["memory"]["limit"])
+    memory = ", ".join(f"{part} {gib(size)}" for part, size in found["memory"].items())
     lines = [
         f"{found['topology']}: {found['device_kind']}, {found['bandwidth'] / 1e12:g} TB/s, "
         f"{found['launch_us']:g} us a launch" + (f", mesh {axes}, figures of a chip" * bool(axes)),
         f"{found['nodes']} nodes a round, batch {found['batch']}, "
         f"{found['rows_used'] or rows} of {rows} rows used, weights in {found['weights']}",
         *(_round(found) if found["phases"] else []),
-        table_of([{f"memory, of {limit} GiB": part, "GiB": gib(memory[part])} for part in memory]),
+        f"memory in GiB: {memory}",
+        "fits" if found["fits"] else "does not fit",
     ]
-    return "\n\n".join(lines)
+    return "\n".join(lines)
 
 
 def _round(found: Plan) -> list[str]:
     """The table of phases, and lines on time, speed, collectives and large copies of a round."""
     share, links, moves = found["tokens_per_s"] / found["roofline"], found["links"], found["moves"]
-    head = {
-        "phase": "phase",
-        "launches": "launches",
-        "MB": lambda row: row["bytes"] / 1e6,
-        "GFLOPs": lambda row: row["flops"] / 1e9,
-        "ms": ("ms", 3),
-    }
+    phases = [
+        each | {"bytes": f"{each['bytes'] / 1e6:,.1f} MB", "ms": f"{each['ms']:.3f}"}
+        for each in found["phases"]
+    ]
     counts = [f"{each['count']} {kind}" for kind, each in links["collectives"].items()]
-    moved = sum(move["times"] * move["bytes"] for move in moves) / 1e6
-    places = sorted({f"{move['opcode']} in {move['phase']}" for move in moves})
+    moved = [
+        f"{move['opcode']} of {move['bytes'] / 1e6:.0f} MB in {move['phase']}" for move in moves
+    ]
     return [
-        table_of(found["phases"], head),
+        f"\n{table_of(phases)}\n",
         f"a round: {found['round_ms']:.3f} ms, {found['launches']} launches, modelled; prefill, of "
-        f"{found['prompt_length']} tokens, is not part of it",
+        f"{found['chunk']} tokens, is not part of it",
         f"tokens/s with {found['tau']:g} tokens a round: {found['tokens_per_s']:,.0f} of "
         f"{found['roofline']:,.0f} that the roofline allows ({share:.0%})",
         f"over links a round: {', '.join(counts) or 'nothing'}, {links['bytes'] / 1e6:.2f} MB "
         f"received, {links['ms']:.3f} ms",
-        f"{len(moves)} moves of 2 MiB or more within a round, {moved:,.0f} MB: "
-        + (", ".join(places) or "none"),
+        f"moves of 2 MiB or more within a round: {', '.join(moved) or 'none'}",
     ]
 
 
@@ -179,29 +156,25 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--weights", default="bfloat16", choices=FORMATS, help="their format")
     group = parser.add_argument_group("drafting")
     group.add_argument("--mode", choices=EXPLICIT, help="how to decode; default: plain")
-    help = "levels of a draft with the root; default: the drafter's, else "
-    help += f"{DEFAULT_DEPTH}, trees {DEFAULT_TREE.depth}"
-    group.add_argument("--depth", type=positive, help=help)
+    help = f"levels with the root; default: the drafter's, else {DEFAULT_DEPTH}, trees "
+    group.add_argument("--depth", type=positive, help=f"{help}{DEFAULT_TREE.depth}")
     add_tree_sizes(group)
-    help = "tokens that a target pass commits; by default Llama-3-8B's: "
-    help += ", ".join(f"{mode} {tau:g}" for mode, tau in ASSUMED_TAU.items())
+    help = f"tokens that a target pass commits; default: Llama-3-8B's, {ASSUMED_TAU}"
     group.add_argument("--tau", type=above_zero, help=help)
     group = parser.add_argument_group("sizes")
     group.add_argument("--batch", type=positive, default=1, help="prompts side by side")
     help = "rows of each cache, rounded up to a multiple of 128"
     group.add_argument("--cache-rows", type=positive, default=2048, metavar="N", help=help)
-    help = "how many of them are used, which attention alone reads; default: all"
+    help = "used rows of a cache, which attention alone reads; default: all"
     group.add_argument("--rows-used", type=positive, metavar="N", help=help)
-    help = "tokens of the prompt; default: the largest power of two that fits, at most 1024"
-    group.add_argument("--prompt-length", type=positive, metavar="N", help=help)
     group = parser.add_argument_group("machine")
     help = "h200:1, v5e:1x1, v6e:1x1 or v5p:1x1x1; several chips, as h200:8, with --mesh"
     group.add_argument("--topology", default="h200:1", help=help)
     add_mesh_flag(group)
-    help = "of the chip's memory; default: its data sheet's, 4.8 for an H200 SXM"
-    group.add_argument("--bandwidth", type=above_zero, metavar="TB/S", help=help)
-    help = "microseconds from one kernel to the next; default: 2.5 on GPUs, a guess, 0 on TPUs"
-    group.add_argument("--launch-us", type=above_zero, metavar="US", help=help)
+    help = "memory bandwidth in TB/s; default: the data sheet's"
+    group.add_argument("--bandwidth", type=above_zero, help=help)
+    help = "microseconds from one kernel to the next; default: 2.5 on GPUs, a guess"
+    group.add_argument("--launch-us", type=above_zero, help=help)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser

@@ -22,13 +22,12 @@ from pathlib import Path
 import jax
 
 from infer.bench.plan import training
-from infer.bench.plan.machines import check_compiler, machine
+from infer.bench.plan.machines import machine
 from infer.bench.plan.training import Plan
-from infer.bench.tables import gib, table_of
+from infer.bench.tables import gib
 from infer.flags.config_file import SHAPES, presets_of
 from infer.program import run
 from moa_jax.config import ChunkConfig, DistillConfig, TargetConfig
-from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
 from moa_jax.pretrained import SpecialIds, Target, describe_target
 from train.distill import with_vocabulary
@@ -40,16 +39,10 @@ FITS, DOES_NOT_FIT = 0, 3
 def main(arguments: list[str] | None = None) -> int:
     config, args = _asked(sys.argv[1:] if arguments is None else arguments)
     jax.config.update("jax_platforms", "cpu")  # an attached accelerator is left alone
-    if args.fill is not None and not 0 < args.fill <= 1:
-        raise InputError(f"--fill {args.fill}; choose above 0 and at most 1")
     wanted = machine(args.topology)
-    check_compiler(wanted)
     config, target_cfg = with_shapes(config)
-    found = training.plan(config, target_cfg, wanted, not args.full)
-    found = training.filled(found, config, args.fill) | {"preset": args.preset}
+    found = training.plan(config, target_cfg, wanted, not args.full) | {"preset": args.preset}
     print(to_json(found, indent=2) if args.json else described(found))
-    if not args.json:
-        print("fits" if found["fits"] else "does not fit")
     return FITS if found["fits"] else DOES_NOT_FIT
 
 
@@ -76,45 +69,37 @@ def with_shapes(config: DistillConfig) -> tuple[DistillConfig, TargetConfig]:
     A target in `SHAPES` needs no folder; a vocabulary is then not checked against its tokenizer.
     """
     name = config.target
-    if name in SHAPES:
-        target = Target(SHAPES[name], None, Path(name), SpecialIds())
-    else:
-        target = describe_target(name)
+    known = SHAPES.get(name)
+    target = Target(known, None, Path(name), SpecialIds()) if known else describe_target(name)
     return with_vocabulary(config, target), target.config
 
 
-# ---- the table ----------------------------------------------------------------------------
-
-
 def described(found: Plan) -> str:
-    """A plan as tables in Markdown."""
+    """A plan as text, which ends with the verdict."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
-    memory, limit = found["memory"], gib(found["memory"]["limit"])
+    memory = ", ".join(f"{part} {gib(size)}" for part, size in found["memory"].items())
     again = found["flops"] * found["chips"] / found["model_flops"] - 1
     lines = [
-        f"{found['topology']}: {found['chips']} chips, mesh {mesh}"
-        + (f", with --preset {found['preset']}" if found["preset"] else ""),
+        f"{found['topology']}: {found['chips']} chips, mesh {mesh}, preset {found['preset']}",
         f"a step: {found['rows_per_batch']} rows of {found['row_length']} tokens in "
         f"{found['accumulate']} parts, {found['model_flops']:.3g} FLOPs, {again:.1%} computed again"
         + (", compiled in a hurry (--full optimises as a run does)" if found["hurried"] else ""),
-        table_of([{f"memory, of {limit} GiB": part, "GiB": gib(memory[part])} for part in memory]),
+        f"memory of a chip in GiB: {memory}",
     ]
     if found["step_s"] is None:
-        return "\n\n".join([*lines, "the compiler refused the program: the peak is a lower bound"])
-    kinds = [
-        {"collectives": kind, "count": each["count"], "GiB to a chip": gib(each["bytes"])}
-        for kind, each in sorted(found["collectives"].items())
-    ]
-    parts = {**found["parts_s"], "step": found["step_s"]}
-    return "\n\n".join(
-        [
-            *lines,
-            table_of(kinds) or "no collectives",
-            table_of([{"modelled": part, "seconds": f"{parts[part]:.4f}"} for part in parts]),
-            f"{found['tokens_per_s']:,.0f} tokens/s, {found['mfu']:.1%} model FLOP utilisation of "
-            f"rows that are {found['fill']:.0%} full ({found['fill_source']})",
+        lines.append("the compiler refused the program: the peak is a lower bound")
+    else:
+        tokens = found["rows_per_batch"] * found["row_length"]
+        kinds = sorted(found["collectives"].items())
+        sent = [f"{each['count']} {kind} of {gib(each['bytes'])} GiB" for kind, each in kinds]
+        parts = ", ".join(f"{part} {seconds:.4f}" for part, seconds in found["parts_s"].items())
+        lines += [
+            f"collectives of a step: {', '.join(sent) or 'none'}",
+            f"seconds of a step, modelled: {found['step_s']:.4f} ({parts})",
+            f"{tokens / found['step_s']:,.0f} tokens/s with padding, {found['mfu']:.1%} model FLOP "
+            "utilisation",
         ]
-    )
+    return "\n".join([*lines, "fits" if found["fits"] else "does not fit"])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -123,8 +108,6 @@ def _parser() -> argparse.ArgumentParser:
         "--topology", required=True, help="v5e:AxB, v6e:AxB, v5p:AxBxC or h200:N (GPUs)"
     )
     group = parser.add_argument_group("planning")
-    help = "tokens of a row that are not padding, as a share"
-    group.add_argument("--fill", type=float, metavar="SHARE", help=help)
     help = "optimise as a run does, which takes minutes for a TPU: memory to the last percent"
     group.add_argument("--full", action="store_true", help=help)
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")

@@ -10,11 +10,9 @@ other kernels are written and read once, and each kernel takes the launch time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from infer.bench.plan import hlo, lowering, machines
@@ -23,17 +21,11 @@ from infer.bench.plan.lowering import HloModule, Product, Shares, num_bytes
 from infer.bench.plan.machines import Machine
 from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.decode.programs import chunks_for, on_mesh
-from moa_jax.decode.state import DecodeState, Setup, Weights
+from moa_jax.decode.state import Setup, Weights
 from moa_jax.errors import InputError
 from moa_jax.model import convert, quantise
 from moa_jax.model.sharding import decoding_mesh
-from moa_jax.pretrained import (
-    LoadedDrafter,
-    check_mesh,
-    cut_for_decoding,
-    functions_of,
-    table_of,
-)
+from moa_jax.pretrained import LoadedDrafter, check_mesh, cut_for_decoding, functions_of, table_of
 from moa_jax.runtime.precision import matmul_precision
 
 Plan = dict[str, Any]
@@ -53,43 +45,27 @@ class PlanRequest(NamedTuple):
     rows_used: int | None = None  # None: all
     batch: int = 1
     weights: str = "bfloat16"
-    prompt_length: int | None = None
     tau: float = 1.0
     mesh: dict[str, int] = {}  # axis sizes over all chips; empty: one chip  # noqa: RUF012
 
     def check(self) -> None:
         """Raises InputError for a request that cannot be planned."""
         name, chips, uses = self.machine.name, self.machine.num_chips, math.prod(self.mesh.values())
-        levels, nodes, rows = self.shape.levels, self.shape.num_rows, self.cache_rows
+        nodes, rows = self.shape.num_rows, self.cache_rows
         faults = {
             f"topology {name} has {chips} chips, and decoding uses {uses}; name a machine of "
             f"{uses}, or add --mesh tensor={chips}": chips != uses,
             f"--weights fp8: {name} does not multiply it; use int8": (
                 self.weights == "fp8" and self.machine.chip.compiler == "tpu"
             ),
-            f"--tau {self.tau:g}: a round of {levels} levels commits at most {levels} tokens; "
-            "lower it, or raise --depth": self.tau > levels,
-            f"a cache of {rows} rows is too small: a prompt of {self.prompt} tokens and a draft of "
-            f"{nodes} do not fit; raise --cache-rows": self.prompt > rows - nodes,
+            f"a cache of {rows} rows is too small for a draft of {nodes} nodes; raise "
+            "--cache-rows": nodes >= rows,
             f"--rows-used {self.rows_used} is more than the {rows} rows of the cache; lower it": (
                 (self.rows_used or 0) > rows
             ),
         }
         if found := [message for message, is_fault in faults.items() if is_fault]:
             raise InputError(found[0])
-
-    @property
-    def prompt(self) -> int:
-        """Prompt length; by default the largest power of two that fits, at most 1,024."""
-        if self.prompt_length is not None:
-            return self.prompt_length
-        room = max(self.cache_rows - self.shape.num_rows, 1)
-        return min(1024, 1 << (room.bit_length() - 1))
-
-    @property
-    def chunk(self) -> int:
-        """Prompt tokens per prefill pass."""
-        return min(chunks_for(self.machine.chip.compiler, self.batch)[0], self.cache_rows)
 
     @property
     def used(self) -> float:
@@ -111,7 +87,7 @@ def plan(request: PlanRequest) -> Plan:
     drafter = request.drafter and functions_of(request.drafter, request.target)
     setup = Setup(request.target, drafter, request.shape)
     where, *others = machines.devices(request.machine)
-    weights = weights_of(setup, request.weights)
+    weights = lowering.abstract_weights(setup, request.weights)
     if others:
         where = decoding_mesh(**request.mesh, devices=[where, *others])
         weights = _sharded(request, weights, where)
@@ -119,21 +95,19 @@ def plan(request: PlanRequest) -> Plan:
         program = (where, setup, weights, request.cache_rows, request.batch)
         state = lowering.abstract_state(*program[1:])
         state = on_mesh(state, where) if others else state
-        decode, prefill = lowering.compile_decode(*program), HloModule()
-        if decode.hlo is not None:
-            prefill = lowering.compile_prefill(*program)
-    return (
-        _described(request)
-        | _memory(request, weights, state, (decode, prefill))
-        | cost(request, decode, prefill)
-    )
-
-
-def weights_of(setup: Setup, name: str) -> Weights:
-    """The shapes of both models' weights in format `name`, one of FORMATS."""
-    if name in quantise.FORMATS:
-        return lowering.abstract_weights(setup, weights=name)
-    return lowering.abstract_weights(setup, jnp.dtype(name))
+        held = {"weights": num_bytes(weights), "state": num_bytes(state)}
+        decode = lowering.compile_decode(*program)
+        prefill = lowering.compile_prefill(*program) if decode.hlo else decode
+    limit, refused = request.machine.chip.memory, prefill.hlo is None
+    if refused:
+        unknown = dict.fromkeys(("round_ms", "tokens_per_s", "roofline", "temp_bytes"))
+        memory, found = {"peak": prefill.peak_bytes}, unknown | {"phases": [], "moves": []}
+    else:
+        temp = max(decode.temp_bytes, prefill.temp_bytes)
+        memory = held | {"temporary": temp, "peak": sum(held.values()) + temp}
+        found = cost(request, decode, prefill) | {"temp_bytes": temp}
+    fits = not refused and memory["peak"] <= limit
+    return _described(request) | found | {"memory": memory | {"limit": limit}, "fits": fits}
 
 
 def _sharded(request: PlanRequest, weights: Weights, mesh: Mesh) -> Weights:
@@ -158,54 +132,25 @@ def _described(request: PlanRequest) -> Plan:
         "topology": request.machine.name,
         "device_kind": chip.kind,
         "nodes": request.shape.num_nodes,
-        "prompt_length": request.prompt,
+        "chunk": chunks_for(chip.compiler, request.batch)[0],
         "bandwidth": chip.bandwidth,
         "launch_us": 1e6 * chip.launch,
     }
 
 
-def _memory(
-    request: PlanRequest, weights: Weights, state: DecodeState, programs: Sequence[HloModule]
-) -> Plan:
-    """Memory (bytes) while the larger of the programs runs, and whether it fits."""
-    refused = [program for program in programs if program.hlo is None]
-    temp = None if refused else max(program.temp_bytes for program in programs)
-    held = {"weights": num_bytes(weights), "state": num_bytes(state)}
-    peak = refused[0].peak_bytes if refused else sum(held.values()) + temp
-    limit = request.machine.chip.memory
-    return {
-        "memory": held | {"temporary": temp, "peak": peak, "limit": limit},
-        "temp_bytes": temp,
-        "fits": not refused and peak <= limit,
-    }
-
-
 def cost(request: PlanRequest, decode: HloModule, prefill: HloModule) -> Plan:
-    """Kernels, collectives and time of the compiled programs, by phase; empty if one is refused.
+    """Kernels, collectives and time of a round by phase, and of prefilling one chunk.
 
     The roofline leaves out launches, collectives and all kernels but the products.
     """
-    if decode.hlo is None or prefill.hlo is None:
-        nothing = {"round_ms": None, "tokens_per_s": None, "roofline": None, "launches": None}
-        return {"phases": [], "moves": [], "links": {}} | nothing
     chip, sizes = request.machine.chip, request.mesh
     shares = Shares(request.machine.num_chips, sizes.get("tensor", 1), request.used)
     products = [each for each in lowering.products(decode.jaxpr, shares) if each.in_loop]
     kernels = [each for each in hlo.kernels(decode.hlo) if each.in_loop]
-    rows = [
-        _phase(
-            request,
-            name,
-            *(
-                [each for each in part if phase_of(each.label) == name]
-                for part in (products, kernels)
-            ),
-        )
-        for name in (*PHASES, REST)
-    ]
-    trips = -(-request.prompt // request.chunk)
-    shares = shares._replace(used=request.prompt / 2 / request.cache_rows, trips=trips)  # the mean
-    read = lowering.products(prefill.jaxpr, shares), hlo.kernels(prefill.hlo, trips)
+    of = lambda name, found: [each for each in found if phase_of(each.label) == name]
+    names = (*PHASES, REST)
+    rows = [_phase(request, name, of(name, products), of(name, kernels)) for name in names]
+    read = [*lowering.products(prefill.jaxpr, shares)], hlo.kernels(prefill.hlo)
     collectives = hlo.collectives(decode.hlo, in_loop=True)
     links = {
         "collectives": collectives,
@@ -215,7 +160,7 @@ def cost(request: PlanRequest, decode: HloModule, prefill: HloModule) -> Plan:
     round_ms = sum(row["ms"] for row in rows) + links["ms"]
     tokens, moves = request.batch * request.tau, hlo.large_moves(decode.hlo)
     return {
-        "phases": [*rows, _phase(request, PREFILL, *map(list, read))],
+        "phases": [*rows, _phase(request, PREFILL, *read)],
         "links": links,
         "round_ms": round_ms,
         "tokens_per_s": 1e3 * tokens / round_ms,
@@ -239,6 +184,5 @@ def _phase(request: PlanRequest, name: str, products: list[Product], kernels: li
         "phase": name,
         "launches": launches,
         "bytes": stored + sum(each.times * each.bytes for each in products),
-        "flops": sum(each.times * each.flops for each in products),
         "ms": 1e3 * (seconds + stored / chip.bandwidth + launches * chip.launch),
     }

@@ -41,21 +41,14 @@ _CONDITION, _BODY = re.compile(r"\bcondition=%([\w.\-]+)"), re.compile(r"\bbody=
 _INDEX = re.compile(r"\bindex=(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
-Dims = tuple[int, ...]
-
 
 class HloArray(NamedTuple):
     """One array of an HLO shape."""
 
     dtype: str  # bf16, f32, s32, pred, ...
-    dims: Dims
+    dims: tuple[int, ...]
     size: int  # bytes
     on_chip: bool  # in the chip's fast memory, S(1) in libtpu's text
-
-    @property
-    def count(self) -> int:
-        """Number of elements."""
-        return math.prod(self.dims)
 
 
 class Instruction(NamedTuple):
@@ -147,21 +140,20 @@ Executed = tuple[Computation, Instruction, int, bool]  # holder, instruction, ru
 
 
 def executed(
-    program: Program, trips: int = 1, name: str = ENTRY, times: int = 1, in_loop: bool = False
+    program: Program, name: str = ENTRY, times: int = 1, in_loop: bool = False
 ) -> Iterator[Executed]:
     """Yields the instructions that a program runs; a fusion is one instruction.
 
-    A loop's body counts once per iteration (`trips` times for an unknown length); all branches of a
+    A loop's body counts once per iteration, and once if their number is unknown; all branches of a
     conditional count.
     """
     at = program[name]
     for each in at.values():
         yield at, each, times, in_loop
-        is_loop, count = each.opcode == "while", 1
-        if is_loop:
-            count = trip_count(program, at, each) or trips
+        is_loop = each.opcode == "while"
+        count = (trip_count(program, at, each) or 1) if is_loop else 1
         for inner in each.called if each.opcode in FOLLOWED else ():
-            yield from executed(program, trips, inner, times * count, in_loop or is_loop)
+            yield from executed(program, inner, times * count, in_loop or is_loop)
 
 
 def trip_count(program: Program, at: Computation, loop: Instruction) -> int | None:
@@ -201,20 +193,22 @@ class Kernel(NamedTuple):
     written: int  # bytes per run; a slice or an in-place update counts only its part
 
 
-def kernels(text: str, trips: int = 1) -> list[Kernel]:
-    """The kernels that a program runs, without collectives; `trips` as in `executed`.
+def kernels(text: str) -> list[Kernel]:
+    """The kernels that a program runs, without collectives; `times` as in `executed`.
 
     A kernel without a label gets the label of its first labelled inner instruction, or of the
     next kernel.
     """
     program, label, found = parse(text), "", []
-    for at, each, times, in_loop in reversed([*executed(program, trips)]):
+    for at, each, times, in_loop in reversed([*executed(program)]):
         if not _is_kernel(each):
             continue
         fused = program[each.called[0]] if each.opcode == "fusion" else {}
         label = each.label or next((one.label for one in fused.values() if one.label), label)
-        opcodes = {label.rpartition("/")[2], each.opcode, *(one.opcode for one in fused.values())}
-        is_product = bool(opcodes & PRODUCTS)
+        kinds = {each.opcode, *(one.opcode for one in fused.values())}
+        if each.opcode in ("custom-call", "fusion"):  # a copy may have a kernel's label
+            kinds.add(each.label.rpartition("/")[2])
+        is_product = bool(kinds & PRODUCTS)
         found.append(Kernel(label, times, in_loop, is_product, _written(fused or at, each)))
     return found[::-1]
 
@@ -257,17 +251,14 @@ def large_moves(text: str, at_least_bytes: int = LARGE) -> list[Move]:
     """All moves in loops with a result of `at_least_bytes` or more.
 
     A fusion counts if its last operation is a move; a move inside a fusion is never stored. An
-    in-place update does not count, but a copy made for the update does. Raises ValueError for a
-    program without a loop.
+    in-place update does not count, but a copy made for the update does.
     """
     program = parse(text)
-    if not (found := [each for each in executed(program) if each[-1]]):
-        raise ValueError("the program has no loop")
     return [
         Move(each.name, opcode, size, each.label, times)
-        for at, each, times, _ in found
+        for at, each, times, in_loop in executed(program)
         for opcode, size in _moved(program, at, each)
-        if size >= at_least_bytes
+        if in_loop and size >= at_least_bytes
     ]
 
 

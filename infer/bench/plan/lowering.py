@@ -60,11 +60,7 @@ def compile_for(
         where = make_mesh(MeshConfig(), [where])
     with jax.set_mesh(where):
         traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
-        return compiled(traced, compiler_options(_platform(where), drafts))
-
-
-def _platform(where: Any) -> str:
-    return (where.devices.flat[0] if isinstance(where, Mesh) else where).platform
+        return compiled(traced, compiler_options(where.devices.flat[0].platform, drafts))
 
 
 def compiled(traced: Any, options: dict[str, Any] | None = None) -> HloModule:
@@ -95,20 +91,19 @@ class Product(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What a chip has of a program, and how often its loops run."""
+    """What a chip has of a program."""
 
     chips: int = 1  # that share the products
     cut: int = 1  # that share a weight
     used: float = 1.0  # share of a cache's rows that attention reads
-    trips: int = 1  # of a loop of unknown length
 
 
 def products(
     jaxpr: Any, shares: Shares, label: str = "", times: int = 1, in_loop: bool = False
 ) -> Iterator[Product]:
-    """Yields the products of a traced program; all branches of a conditional count.
+    """Yields the products of a traced program, once for a loop of unknown length.
 
-    An operand that is only cast counts as it is stored.
+    All branches of a conditional count. An operand that is only cast counts as it is stored.
     """
     stored: dict[Any, Any] = {}  # by variable: the variable that was cast or reshaped to it
     for eqn in jaxpr.eqns:
@@ -129,11 +124,10 @@ def products(
         elif name in SEEN_THROUGH:
             stored[eqn.outvars[0]] = stored.get(eqn.invars[0], eqn.invars[0])
         else:
-            is_loop = name == "while"
-            runs = times * (shares.trips if is_loop else params.get("length", 1))
+            runs = times * params.get("length", 1)
             inside = shares._replace(chips=1, cut=1) if name == "shard_map" else shares
             for inner in programs_in(params):
-                yield from products(inner, inside, scope, runs, in_loop or is_loop)
+                yield from products(inner, inside, scope, runs, in_loop or name == "while")
 
 
 def needed(complaint: str) -> int | None:
@@ -142,15 +136,14 @@ def needed(complaint: str) -> int | None:
     return int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2]))) if found else None
 
 
-def abstract_weights(
-    setup: Setup, dtype: Any = jnp.bfloat16, weights: quantise.Format | None = None
-) -> Weights:
-    """The shapes of both models' weights as loaded for decoding."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
+def abstract_weights(setup: Setup, weights: str = "bfloat16") -> Weights:
+    """The shapes of both models' weights as loaded for decoding, in a dtype or of eight bits."""
+    key, eight = jax.eval_shape(lambda: jax.random.key(0)), weights in quantise.FORMATS
+    dtype = jnp.bfloat16 if eight else jnp.dtype(weights)
     cast = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype)
     inits = (functools.partial(llama.init, setup.target), setup.drafter and setup.drafter.init)
     shapes = Weights(*(init and jax.tree.map(cast, jax.eval_shape(init, key)) for init in inits))
-    if weights is None:
+    if not eight:
         return shapes
     return jax.eval_shape(lambda held: quantise.quantise_params(held, weights), shapes)
 
@@ -180,25 +173,20 @@ def compile_prefill(
 ) -> HloModule:
     """Compiles the chunked prefill of prompts of any length for caches of `cache_rows` rows."""
     capacity = cache_rows - setup.shape.num_rows
-    chunks = chunks_for(_platform(where), batch)
+    chunks = chunks_for("tpu", batch)  # a GPU's are the same
     read = functools.partial(step.prefill, setup, capacity=capacity, chunks=chunks)
     prompt = (_integers(batch, capacity), _integers(batch))
     return _compile(where, setup, read, weights, *prompt, _limits(batch), GREEDY)
 
 
 def _compile(
-    where: Any,
-    setup: Setup,
-    function: Callable[..., Any],
-    weights: Weights,
-    *arrays: Any,
-    **how: Any,
+    where: Any, setup: Setup, function: Callable[..., Any], *arguments: Any, **how: Any
 ) -> HloModule:
-    """Compiles a function as `decode.programs` does."""
+    """Compiles a function of weights and other arrays as `decode.programs` does."""
     if isinstance(where, Mesh):
-        function, arrays = split(function), on_mesh(arrays, where)
-    drafts = setup.shape.num_drafted > 0
-    return compile_for(where, function, weights, *arrays, drafts=drafts, **how)
+        weights, *arrays = arguments
+        function, arguments = split(function), (weights, *on_mesh(tuple(arrays), where))
+    return compile_for(where, function, *arguments, drafts=setup.shape.num_drafted > 0, **how)
 
 
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -211,16 +199,9 @@ def _limits(batch: int) -> Limits:
 
 def num_bytes(tree: Any) -> int:
     """Bytes per device of all arrays of a tree, abstract or concrete."""
-    leaves = jax.tree.leaves(local(tree))
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-
-
-def local(tree: Any) -> Any:
-    """The per-device shapes of all arrays of a tree."""
-
-    def part(leaf: Any) -> jax.ShapeDtypeStruct:
+    total = 0
+    for leaf in jax.tree.leaves(tree):
         cut = getattr(leaf, "sharding", None)
         shape = leaf.shape if cut is None else cut.shard_shape(leaf.shape)
-        return jax.ShapeDtypeStruct(shape, leaf.dtype)
-
-    return jax.tree.map(part, tree)
+        total += math.prod(shape) * leaf.dtype.itemsize
+    return total

@@ -94,18 +94,14 @@ def machine(topology: str) -> Machine:
     found = re.fullmatch(r"(v5e|v5p|v6e):([1-9]\d*(?:x[1-9]\d*){1,2})|(h200):([1-9]\d*)", topology)
     if not found:
         raise InputError(
-            f"unknown topology {topology!r}; name v5e:AxB, v6e:AxB, v5p:AxBxC or h200:N, "
-            "such as v5e:4x4 or h200:8"
+            f"unknown topology {topology!r}; name one, as v5p:2x2x4, v5e:4x4 or h200:8"
         )
     tpu, torus, gpu, count = found.groups()
     if tpu:
         return Machine(topology, CHIPS[tpu], tuple(map(int, torus.split("x"))))
     hosts, rest = divmod(int(count), GPUS_PER_HOST)
     if hosts and rest:
-        raise InputError(
-            f"topology {topology} has a host with fewer than {GPUS_PER_HOST} GPUs; "
-            f"choose fewer GPUs, or a multiple of {GPUS_PER_HOST}"
-        )
+        raise InputError(f"topology {topology}: not all hosts have 8 GPUs; choose a multiple of 8")
     return Machine(topology, CHIPS[gpu], (hosts, GPUS_PER_HOST) if hosts else (1, rest))
 
 
@@ -118,8 +114,7 @@ def has_compiler(compiler: Literal["tpu", "cuda"]) -> bool:
 def check_compiler(wanted: Machine) -> None:
     """Raises InputError if the machine's compiler is not installed."""
     if not has_compiler(wanted.chip.compiler):
-        name = {"tpu": "libtpu", "cuda": "jax's CUDA plugin"}[wanted.chip.compiler]
-        raise InputError(f"{wanted.name}: {name} is not installed; run make env PLAN=1")
+        raise InputError(f"{wanted.name}: its compiler is not installed; run make env PLAN=1")
 
 
 def devices(wanted: Machine) -> list[Any]:
