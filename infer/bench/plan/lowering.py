@@ -107,11 +107,8 @@ def products(
     """
     stored: dict[Any, Any] = {}  # by variable: the variable that was cast or reshaped to it
     for eqn in jaxpr.eqns:
-        name, params, scope = (
-            eqn.primitive.name,
-            eqn.params,
-            f"{label}/{eqn.source_info.name_stack}",
-        )
+        name, params = eqn.primitive.name, eqn.params
+        scope = f"{label}/{eqn.source_info.name_stack}"
         if name == "dot_general":
             (contracted, _), _ = params["dimension_numbers"]
             out, first = eqn.outvars[0].aval, eqn.invars[0].aval
@@ -124,6 +121,8 @@ def products(
         elif name in SEEN_THROUGH:
             stored[eqn.outvars[0]] = stored.get(eqn.invars[0], eqn.invars[0])
         else:
+            if params.get("branches_platforms"):  # the first branch is that of the traced device
+                params = {"branches": params["branches"][:1]}
             runs = times * params.get("length", 1)
             inside = shares._replace(chips=1, cut=1) if name == "shard_map" else shares
             for inner in programs_in(params):
