@@ -165,16 +165,13 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--batch", type=positive, default=1, help="prompts side by side")
     help = "rows of each cache, rounded up to a multiple of 128"
     group.add_argument("--cache-rows", type=positive, default=2048, metavar="N", help=help)
-    help = "used rows of a cache, which attention alone reads; default: all"
-    group.add_argument("--rows-used", type=positive, metavar="N", help=help)
+    group.add_argument("--rows-used", type=positive, metavar="N", help="of a cache; default: all")
     group = parser.add_argument_group("machine")
     help = "h200:1, v5e:1x1, v6e:1x1 or v5p:1x1x1; several chips, as h200:8, with --mesh"
     group.add_argument("--topology", default="h200:1", help=help)
     add_mesh_flag(group)
-    help = "memory bandwidth in TB/s; default: the data sheet's"
-    group.add_argument("--bandwidth", type=above_zero, help=help)
-    help = "microseconds from one kernel to the next; default: 2.5 on GPUs, a guess"
-    group.add_argument("--launch-us", type=above_zero, help=help)
+    group.add_argument("--bandwidth", type=above_zero, help="in TB/s; default: the data sheet's")
+    group.add_argument("--launch-us", type=above_zero, help="default: 2.5 on GPUs, a guess")
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser

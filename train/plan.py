@@ -89,14 +89,13 @@ def described(found: Plan) -> str:
     if found["step_s"] is None:
         lines.append("the compiler refused the program: the peak is a lower bound")
     else:
-        tokens = found["rows_per_batch"] * found["row_length"]
         kinds = sorted(found["collectives"].items())
         sent = [f"{each['count']} {kind} of {gib(each['bytes'])} GiB" for kind, each in kinds]
         parts = ", ".join(f"{part} {seconds:.4f}" for part, seconds in found["parts_s"].items())
         lines += [
             f"collectives of a step: {', '.join(sent) or 'none'}",
             f"seconds of a step, modelled: {found['step_s']:.4f} ({parts})",
-            f"{tokens / found['step_s']:,.0f} tokens/s with padding, {found['mfu']:.1%} model FLOP "
+            f"{found['tokens_per_s']:,.0f} tokens/s with padding, {found['mfu']:.1%} model FLOP "
             "utilisation",
         ]
     return "\n".join([*lines, "fits" if found["fits"] else "does not fit"])
@@ -108,8 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         "--topology", required=True, help="v5e:AxB, v6e:AxB, v5p:AxBxC or h200:N (GPUs)"
     )
     group = parser.add_argument_group("planning")
-    help = "optimise as a run does, which takes minutes for a TPU: memory to the last percent"
-    group.add_argument("--full", action="store_true", help=help)
+    group.add_argument("--full", action="store_true", help="optimise as a run does: slow on TPUs")
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser
 

@@ -45,6 +45,7 @@ def a_plan(rows: int, limit: float = 15.75, **rest: Any) -> dict[str, Any]:
         "collectives": {"all-gather": {"count": 224, "bytes": 15 * GIB}},
         "step_s": rows / 32,
         "mfu": 0.5,
+        "tokens_per_s": 65_536.0,
         "parts_s": {"products": rows / 40, "memory": 0.1, "network": 0.02},
     } | rest
 
@@ -74,7 +75,6 @@ def test_the_last_line_is_the_verdict(planned, capsys, rows, code, verdict):
     assert f"peak {1.123 + rows / 16:.3f}, limit 15.750" in "\n".join(lines)
     assert lines[0].endswith("preset v5e:4x4")  # the config has one for it
     assert "collectives of a step: 224 all-gather of 15.000 GiB" in lines
-    # 32 rows of 2,048 tokens take a second
     assert "65,536 tokens/s with padding, 50.0% model FLOP utilisation" in lines
 
 
@@ -117,7 +117,7 @@ def test_a_compile_as_a_run_does_is_asked_for(planned):
 
 
 def test_a_refused_batch_has_no_collectives(planned, capsys, monkeypatch):
-    nothing = a_plan(512, collectives={}, bytes=None, step_s=None, mfu=None, parts_s=None)
+    nothing = a_plan(512, collectives={}, step_s=None)
     monkeypatch.setattr(training, "plan", lambda *_: nothing)
     assert plan.main(COMMAND) == 3
     assert "the peak is a lower bound" in capsys.readouterr().out

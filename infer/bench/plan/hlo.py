@@ -136,14 +136,12 @@ def _results(fused: Computation) -> list[Instruction]:
 # ---- executed instructions ----------------------------------------------------------------
 
 
-Executed = tuple[Computation, Instruction, int, bool]  # holder, instruction, runs, in a loop
-
-
 def executed(
     program: Program, name: str = ENTRY, times: int = 1, in_loop: bool = False
-) -> Iterator[Executed]:
-    """Yields the instructions that a program runs; a fusion is one instruction.
+) -> Iterator[tuple[Computation, Instruction, int, bool]]:
+    """Yields holder, instruction, number of runs and `in_loop` of all that a program runs.
 
+    A fusion is one instruction.
     A loop's body counts once per iteration, and once if their number is unknown; all branches of a
     conditional count.
     """

@@ -91,7 +91,7 @@ class Product(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What a chip has of a program."""
+    """The part of a program that one chip runs."""
 
     chips: int = 1  # that share the products
     cut: int = 1  # that share a weight

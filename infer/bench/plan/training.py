@@ -85,7 +85,7 @@ def _cost(
     per_token = flops.model_flops_per_token(config, target_cfg)
     peak = chip.flops(config.run.dtype)
     products = [*lowering.products(step.jaxpr, Shares(chips, chips))]
-    found: Plan = dict.fromkeys(("bytes", "step_s", "mfu", "parts_s"))
+    found: Plan = dict.fromkeys(("bytes", "step_s", "parts_s", "tokens_per_s", "mfu"))
     collectives = hlo.collectives(step.hlo) if step.hlo else {}
     if step.hlo:
         kernels = (each for each in hlo.kernels(step.hlo) if not each.is_product)
@@ -97,8 +97,13 @@ def _cost(
         }
         size = stored + sum(each.times * each.bytes for each in products)
         step_s = sum(parts.values())
-        mfu = per_token * tokens / (step_s * chips * peak)
-        found = {"bytes": size, "step_s": step_s, "mfu": mfu, "parts_s": parts}
+        found = {
+            "bytes": size,
+            "step_s": step_s,
+            "parts_s": parts,
+            "tokens_per_s": tokens / step_s,  # padding counts
+            "mfu": per_token * tokens / (step_s * chips * peak),
+        }
     return found | {
         "flops": sum(each.times * each.flops for each in products),
         "model_flops": per_token * tokens,
