@@ -25,15 +25,13 @@ needs = {
 
 
 ROOT = Path(__file__).resolve().parents[2]
-# Programs compile as users compile them.
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
 
 
-def _started(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _started(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
         capture_output=True,
         text=True,
         timeout=600,
@@ -42,8 +40,9 @@ def _started(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @functools.cache
 def run_plan(program: ModuleType, *flags: str) -> tuple[int, dict[str, Any]]:
-    """The exit code and the plan of infer.plan or train.plan, each run in its own process."""
-    ran = _started("-m", program.__name__, *flags, "--json")
+    """The exit code and the plan of infer.plan or train.plan, run as users run them."""
+    as_users = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    ran = _started("-m", program.__name__, *flags, "--json", **as_users)
     assert ran.returncode in (program.FITS, program.DOES_NOT_FIT), ran.stderr[-2000:]
     return ran.returncode, json.loads(ran.stdout)
 

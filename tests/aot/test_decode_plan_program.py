@@ -7,6 +7,7 @@ import json
 import math
 from typing import Any
 
+import jax
 import pytest
 from jax.sharding import AbstractMesh
 
@@ -192,6 +193,7 @@ def plan_of(
     topology: str, model: str, weights: str, shape: tuple[int, ...], cache_rows: int
 ) -> dict[str, Any]:
     """The plan of two layers of a target split over eight chips; `shape` is a `DraftShape`'s."""
+    jax.config.update("jax_disable_most_optimizations", False)  # as users compile
     config = dataclasses.replace(SHAPES[model], num_layers=2)
     draft = DraftShape(*shape)
     drafter = request_for("--drafter", PAPER, "--mode", "chain").drafter

@@ -297,7 +297,8 @@ def test_decoding_moves_no_weight_and_no_cache(num_nodes):
     assert 0.999 < facts["read"]["verify"] / (2 * target) < 1.12
     # A level leaves out the weights of the memory's keys and values: extending reads them.
     passes = {1: 0, 8: 7, 63: 6}[num_nodes]
-    assert 0.99 * 2 * passes * level <= facts["read"]["draft"] < 1.03 * 2 * passes * level + 1
+    drafted = facts["read"].get("draft", 0)
+    assert 0.99 * 2 * passes * level <= drafted < 1.03 * 2 * passes * level + 1
 
 
 @pytest.mark.slow

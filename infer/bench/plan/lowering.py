@@ -113,7 +113,8 @@ def products(
             (contracted, _), _ = params["dimension_numbers"]
             out, first = eqn.outvars[0].aval, eqn.invars[0].aval
             flops = 2 * out.size * math.prod(first.shape[axis] for axis in contracted)
-            size = num_bytes([out, *(stored.get(var, var).aval for var in eqn.invars)])
+            arrays = [out, *(stored.get(var, var).aval for var in eqn.invars)]
+            size = sum(array.size * array.dtype.itemsize for array in arrays)
             yield Product(scope, times, in_loop, flops / shares.chips, size / shares.cut)
         elif name == "pallas_call":
             cost, used = params["cost_estimate"], shares.used
