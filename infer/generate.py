@@ -164,8 +164,8 @@ def _check(args: argparse.Namespace) -> None:
     if (args.check or args.compare) and args.sampled_drafts and args.temperature > 0:
         flag = "--check" if args.check else "--compare"
         raise InputError(
-            f"{flag} with --sampled-drafts at a temperature changes the text, not the distribution; "
-            "leave out one of the two"
+            f"{flag} with --sampled-drafts at a temperature: sampled drafts change the text, but "
+            "not the distribution; leave out one of the two"
         )
     if args.compare and (asked_mode(args) == "plain" or args.depth == 1):
         raise InputError("--compare needs drafts to compare with plain decoding; choose a --mode")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,10 +24,34 @@ needs = {
 }
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _started(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
 @functools.cache
 def run_plan(program: ModuleType, *flags: str) -> tuple[int, dict[str, Any]]:
-    """The exit code and the plan of infer.plan or train.plan, compiled in its child process."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code = program.main([*flags, "--json"])
-    return code, json.loads(said.getvalue())
+    """The exit code and the plan of infer.plan or train.plan, run as users run them."""
+    as_users = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    ran = _started("-m", program.__name__, *flags, "--json", **as_users)
+    assert ran.returncode in (program.FITS, program.DOES_NOT_FIT), ran.stderr[-2000:]
+    return ran.returncode, json.loads(ran.stdout)
+
+
+@functools.cache
+def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of a test module returns in its own process, because compilers may crash."""
+    module, name = function.__module__, function.__name__
+    code = f"import json; from {module} import {name}; print(json.dumps({name}(*{arguments!r})))"
+    ran = _started("-c", code)
+    assert ran.returncode == 0, f"compiler ended with {ran.returncode}: {ran.stderr[-2000:]}"
+    return json.loads(ran.stdout.splitlines()[-1])

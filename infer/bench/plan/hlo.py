@@ -1,8 +1,7 @@
-"""Parses XLA's optimised program text: kernels, bytes, large copies and collectives.
+"""Parses XLA's optimised program text: kernels, large copies and collectives.
 
 `cost_analysis()` of a compiled program counts the body of a loop once and has no phases, so this
-module counts kernels. A kernel reads its operands and writes its results; a slice or an in-place
-update counts only its part.
+module counts kernels.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 LARGE = 2 * 1024**2  # bytes
@@ -21,7 +20,8 @@ SEEN_THROUGH = {"bitcast", "reshape", "convert", "dynamic-update-slice"}
 FOLLOWED = {"while", "conditional", "call", "async-start", "fusion-start"}
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 FREE |= {"optimization-barrier"}
-SLICES = {"slice", "dynamic-slice", "gather", "slice-start"}
+COPIED = {"copy-done", "slice-done"}  # at the end of an asynchronous copy its shape is known
+PRODUCTS = {"dot", "convolution", "dot_general", "pallas_call"}  # in HLO, and in labels by jax
 UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # index of the operand with the new part
 COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"}
 COLLECTIVES |= {"collective-permute", "collective-broadcast"}
@@ -36,31 +36,19 @@ _CALLED = re.compile(
 )
 _LABEL = re.compile(r'op_name="([^"]*)"')
 _CHANNEL = re.compile(r"channel_id=(\d+)")
-_PALLAS = re.compile(
-    r'"(?:__gpu\$xla\.gpu\.triton|tpu_custom_call)".*op_name="[^"]*/(\w+)/pallas_call"'
-)
 _NO_KERNEL = re.compile(r'custom_call_target="(?:ConcatBitcast|AllocateBuffer)"')
 _CONDITION, _BODY = re.compile(r"\bcondition=%([\w.\-]+)"), re.compile(r"\bbody=%([\w.\-]+)")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_AXES = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
-_BATCH = re.compile(r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]*)')
-
-Dims = tuple[int, ...]
 
 
 class HloArray(NamedTuple):
     """One array of an HLO shape."""
 
     dtype: str  # bf16, f32, s32, pred, ...
-    dims: Dims
+    dims: tuple[int, ...]
     size: int  # bytes
     on_chip: bool  # in the chip's fast memory, S(1) in libtpu's text
-
-    @property
-    def count(self) -> int:
-        """Number of elements."""
-        return math.prod(self.dims)
 
 
 class Instruction(NamedTuple):
@@ -148,25 +136,22 @@ def _results(fused: Computation) -> list[Instruction]:
 # ---- executed instructions ----------------------------------------------------------------
 
 
-Executed = tuple[Computation, Instruction, int, bool]  # holder, instruction, runs, in a loop
-
-
 def executed(
-    program: Program, trips: int = 1, name: str = ENTRY, times: int = 1, in_loop: bool = False
-) -> Iterator[Executed]:
-    """Yields the instructions that a program runs; a fusion is one instruction.
+    program: Program, name: str = ENTRY, times: int = 1, in_loop: bool = False
+) -> Iterator[tuple[Computation, Instruction, int, bool]]:
+    """Yields holder, instruction, number of runs and `in_loop` of all that a program runs.
 
-    A loop's body counts once per iteration (`trips` times for an unknown length); all branches of a
+    A fusion is one instruction.
+    A loop's body counts once per iteration, and once if their number is unknown; all branches of a
     conditional count.
     """
     at = program[name]
     for each in at.values():
         yield at, each, times, in_loop
-        is_loop, count = each.opcode == "while", 1
-        if is_loop:
-            count = trip_count(program, at, each) or trips
+        is_loop = each.opcode == "while"
+        count = (trip_count(program, at, each) or 1) if is_loop else 1
         for inner in each.called if each.opcode in FOLLOWED else ():
-            yield from executed(program, trips, inner, times * count, in_loop or is_loop)
+            yield from executed(program, inner, times * count, in_loop or is_loop)
 
 
 def trip_count(program: Program, at: Computation, loop: Instruction) -> int | None:
@@ -193,113 +178,51 @@ def trip_count(program: Program, at: Computation, loop: Instruction) -> int | No
     return -(-(int(limit.arguments) - int(first.arguments)) // int(strides[0].arguments))
 
 
-def unknown_loops(text: str) -> int:
-    """Number of loops with an unknown trip count."""
-    program = parse(text)
-    loops = ((at, each) for at, each, *_ in executed(program) if each.opcode == "while")
-    return sum(trip_count(program, at, each) is None for at, each in loops)
-
-
 # ---- kernels ------------------------------------------------------------------------------
 
 
 class Kernel(NamedTuple):
-    """A kernel or a memory copy; figures are per run."""
+    """A kernel or a memory copy."""
 
     label: str
     times: int
     in_loop: bool
-    bytes: int  # read and written
-    flops: int  # of matrix products
-    dims: tuple[Dims, ...]  # of operands and results
-    pallas: str  # name of a Pallas kernel, "" for other kernels
+    is_product: bool  # a matrix product or a Pallas kernel, which `lowering.products` has too
+    written: int  # bytes per run; a slice or an in-place update counts only its part
 
 
-def kernels(text: str, trips: int = 1) -> list[Kernel]:
-    """The kernels that a program runs, without collectives; `trips` as in `executed`.
+def kernels(text: str) -> list[Kernel]:
+    """The kernels that a program runs, without collectives; `times` as in `executed`.
 
     A kernel without a label gets the label of its first labelled inner instruction, or of the
     next kernel.
     """
     program, label, found = parse(text), "", []
-    for at, each, times, in_loop in reversed([*executed(program, trips)]):
+    for at, each, times, in_loop in reversed([*executed(program)]):
         if not _is_kernel(each):
             continue
         fused = program[each.called[0]] if each.opcode == "fusion" else {}
         label = each.label or next((one.label for one in fused.values() if one.label), label)
-        size = _read(program, at, each) + _written(fused or at, each)
-        flops = _flops(fused or at, fused.values() or [each], label)
-        shapes = [array.dims for name in each.operands for array in at[name].arrays]
-        dims = (*shapes, *(array.dims for array in each.arrays))
-        pallas = attribute(_PALLAS, each)
-        found.append(Kernel(label, times, in_loop, size, flops, dims, pallas))
+        kinds = {each.opcode, *(one.opcode for one in fused.values())}
+        if each.opcode in ("custom-call", "fusion"):  # a copy may have a kernel's label
+            kinds.add(each.label.rpartition("/")[2])
+        is_product = bool(kinds & PRODUCTS)
+        found.append(Kernel(label, times, in_loop, is_product, _written(fused or at, each)))
     return found[::-1]
 
 
 def _is_kernel(each: Instruction) -> bool:
-    is_free = each.opcode in FREE | FOLLOWED or each.opcode.endswith("-done")
-    is_collective = each.opcode.removesuffix("-start") in COLLECTIVES
-    return not (is_free or is_collective or _NO_KERNEL.search(each.attributes))
-
-
-def _read(program: Program, at: Computation, each: Instruction) -> int:
-    """Bytes that a kernel reads from memory."""
-    total = 0
-    for index, name in enumerate(each.operands):
-        for array in at[name].arrays:
-            if array.on_chip:
-                continue
-            if each.opcode == "fusion":
-                fused = program[each.called[0]]
-                total += _used(program, fused, _parameter(fused, index), array.size, array.size)
-            elif each.opcode in SLICES and index == 0:
-                total += min(array.size, _given(each)[0].size)
-            elif each.opcode not in UPDATES or index:
-                total += array.size
-    return total
-
-
-def _used(program: Program, fused: Computation, name: str, whole: int, result: int) -> int:
-    """Bytes that a fusion reads of a value of `whole` bytes; `result` if it returns the value.
-
-    A slice reads only its part, and an in-place update reads nothing.
-    """
-    if fused[name].is_root:
-        return result
-    total = 0
-    for user, index in _users(fused, name):
-        if user.opcode == "tuple":
-            total += result
-        elif user.opcode in SLICES and index == 0:
-            total += user.size
-        elif user.opcode in UPDATES and index == 0:
-            total += _used(program, fused, user.name, whole, 0)
-        elif user.opcode in ("bitcast", "reshape", "convert", "copy"):
-            total += _used(program, fused, user.name, whole, result)
-        elif user.opcode == "fusion":
-            inner = program[user.called[0]]
-            total += _used(program, inner, _parameter(inner, index), whole, whole)
-        else:
-            return whole
-    return min(total, whole)
-
-
-def _users(fused: Computation, name: str) -> list[tuple[Instruction, int]]:
-    """The instructions that use a value, with the operand's index."""
-    every = ((user, index) for user in fused.values() for index in range(len(user.operands)))
-    return [(user, index) for user, index in every if user.operands[index] == name]
-
-
-def _parameter(fused: Computation, index: int) -> str:
-    named = (each for each in fused.values() if each.opcode == "parameter")
-    return next(each.name for each in named if each.arguments == str(index))
+    if each.opcode.endswith(("-start", "-done")):
+        return each.opcode in COPIED
+    free = each.opcode in FREE | FOLLOWED | COLLECTIVES
+    return not (free or _NO_KERNEL.search(each.attributes))
 
 
 def _written(at: Computation, each: Instruction) -> int:
     """Bytes that a kernel writes to memory; `at` is the fused computation of a fusion."""
     total = 0
     results = _results(at) if each.opcode == "fusion" else [each] * len(each.arrays)
-    for result, array in zip(results, _given(each), strict=False):
+    for result, array in zip(results, each.arrays, strict=False):
         while each.opcode == "fusion" and result.opcode in ("bitcast", "reshape"):
             result = at[result.operands[0]]
         size = array.size
@@ -307,39 +230,6 @@ def _written(at: Computation, each: Instruction) -> int:
             size = at[result.operands[UPDATES[result.opcode]]].size
         total += 0 if array.on_chip else size
     return total
-
-
-def _given(each: Instruction) -> list[HloArray]:
-    """The arrays that an instruction writes; the result of copy-start also lists its source."""
-    place = {"copy-start": 0, "slice-start": 1}.get(each.opcode)
-    return each.arrays if place is None else each.arrays[place : place + 1]
-
-
-def _flops(at: Computation, instructions: Iterable[Instruction], label: str) -> int:
-    """FLOPs of the matrix products among a kernel's instructions.
-
-    The product of the sizes of the operands, B x M x K and B x K x N, and of the result, B x M x N,
-    is (B x M x K x N)^2 x B. A product of one row may be a multiplication followed by a sum.
-    """
-    found = summed = 0
-    for each in instructions:
-        if each.opcode in ("dot", "convolution") or "__cublas" in each.attributes:
-            operands = [at[name] for name in each.operands[:2]]
-            dims = [operand.arrays[0].dims for operand in (*operands, each)]
-            found += 2 * math.isqrt(math.prod(map(math.prod, dims)) // _batch(each, dims))
-        elif each.opcode == "multiply":
-            summed = max(summed, 2 * each.arrays[0].count)
-    return found or summed * label.endswith("dot_general")
-
-
-def _batch(each: Instruction, dims: list[Dims]) -> int:
-    """Batch size of a batched product; libtpu encodes batch axes as window axes."""
-    if labels := _AXES.search(each.attributes):
-        sizes = [dict(zip(*axes, strict=True)) for axes in zip(labels.groups(), dims, strict=True)]
-        windows = [[size[axis] for size in sizes] for axis in sizes[0] if axis.isdigit()]
-        return math.prod(window[0] for window in windows if len({*window}) == 1)
-    axes = attribute(_BATCH, each).replace('"', "").split(",")
-    return math.prod(dims[0][int(axis)] for axis in axes if axis)
 
 
 # ---- large copies -------------------------------------------------------------------------
@@ -359,17 +249,14 @@ def large_moves(text: str, at_least_bytes: int = LARGE) -> list[Move]:
     """All moves in loops with a result of `at_least_bytes` or more.
 
     A fusion counts if its last operation is a move; a move inside a fusion is never stored. An
-    in-place update does not count, but a copy made for the update does. Raises ValueError for a
-    program without a loop.
+    in-place update does not count, but a copy made for the update does.
     """
     program = parse(text)
-    if not (found := [each for each in executed(program) if each[-1]]):
-        raise ValueError("the program has no loop")
     return [
         Move(each.name, opcode, size, each.label, times)
-        for at, each, times, _ in found
+        for at, each, times, in_loop in executed(program)
         for opcode, size in _moved(program, at, each)
-        if size >= at_least_bytes
+        if in_loop and size >= at_least_bytes
     ]
 
 
@@ -401,59 +288,44 @@ def _moved(program: Program, at: Computation, each: Instruction) -> Iterator[tup
 # ---- collectives --------------------------------------------------------------------------
 
 
-class Collective(NamedTuple):
-    """One collective of a program."""
+def collectives(text: str, in_loop: bool = False) -> dict[str, dict[str, int]]:
+    """Number of collectives by kind and the bytes received per chip, or only those of loops.
 
-    kind: str
-    times: int
-    received: int  # least bytes received per chip and run; the group's size is unknown
-    is_async: bool  # overlaps with other work
-
-
-def collectives(text: str, in_loop: bool = False) -> list[Collective]:
-    """The collectives of a program, or only of its loops; a loop of unknown length counts once.
+    A loop of unknown length counts once.
 
     If libtpu overlaps a collective with other work, several fusions hold parts of the collective.
     These parts share a channel, and only the part with the fewest runs counts.
     """
     program = parse(text)
-    found: dict[str, Collective] = {}
+    found: dict[str, tuple[int, str, int]] = {}  # by channel: runs, kind, bytes of a run
     for at, each, times, is_looped in executed(program):
         if in_loop and not is_looped:
             continue
-        for channel, kind, size, is_async in _sent(program, at, each):
-            if channel not in found or times < found[channel].times:
-                found[channel] = Collective(kind, times, size, is_async)
-    return list(found.values())
-
-
-def by_kind(found: Iterable[Collective]) -> dict[str, dict[str, int]]:
-    """Number of collectives by kind, and the bytes received per chip."""
+        for channel, kind, size in _sent(program, at, each):
+            if channel not in found or times < found[channel][0]:
+                found[channel] = times, kind, size
     totals: dict[str, dict[str, int]] = {}
-    for each in found:
-        total = totals.setdefault(each.kind, {"count": 0, "bytes": 0})
-        total["count"] += each.times
-        total["bytes"] += each.times * each.received
+    for times, kind, size in found.values():
+        total = totals.setdefault(kind, {"count": 0, "bytes": 0})
+        total["count"] += times
+        total["bytes"] += times * size
     return totals
 
 
-def _sent(
-    program: Program, at: Computation, each: Instruction
-) -> Iterator[tuple[str, str, int, bool]]:
-    """Yields channel, kind, bytes and `is_async` of the collectives in an instruction or fusion."""
+def _sent(program: Program, at: Computation, each: Instruction) -> Iterator[tuple[str, str, int]]:
+    """Yields channel, kind and received bytes of the collectives in an instruction or fusion."""
     kind = each.opcode.removesuffix("-start")
     if kind in COLLECTIVES:
         channel = attribute(_CHANNEL, each) or f"{id(at)} {each.name}"
-        yield channel, kind, _received(at, each, kind), kind != each.opcode
+        yield channel, kind, _received(at, each, kind)
     elif each.opcode in ("fusion", "async-start"):
         fused = program[each.called[0]]
         for inner in fused.values():
-            for channel, kind, size, _ in _sent(program, fused, inner):
+            for channel, kind, size in _sent(program, fused, inner):
                 # libtpu's reduce-scatter: an all-reduce fused with a slice
-                is_scattered = each.called[0].startswith("all-reduce-scatter")
-                if is_scattered and kind == "all-reduce":
+                if kind == "all-reduce" and each.called[0].startswith("all-reduce-scatter"):
                     kind, size = "reduce-scatter", size - _held(each.shape)
-                yield channel, kind, size, not is_scattered
+                yield channel, kind, size
 
 
 def _received(at: Computation, each: Instruction, kind: str) -> int:

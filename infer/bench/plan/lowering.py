@@ -12,15 +12,13 @@ from __future__ import annotations
 import functools
 import math
 import re
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from infer.bench.plan.hlo import Dims
 from moa_jax.config import MeshConfig
 from moa_jax.decode import step
 from moa_jax.decode.programs import chunks_for, compiler_options, on_mesh, split
@@ -31,16 +29,7 @@ from moa_jax.model.sharding import make_mesh
 from moa_jax.training.flops import programs_in
 
 GREEDY = BatchSampling()
-
-
-class Cost(NamedTuple):
-    """The `cost_estimate` of a Pallas kernel: one run on caches with all rows used."""
-
-    flops: int
-    size: int  # bytes read and written
-
-
-KernelCosts = dict[tuple[str, Dims], Cost | None]  # by name and dimensions; None: not declared
+SEEN_THROUGH = {"convert_element_type", "reshape", "transpose"}
 
 
 class HloModule(NamedTuple):
@@ -49,8 +38,7 @@ class HloModule(NamedTuple):
     hlo: str | None = None  # the optimised module; None if the program does not fit
     temp_bytes: int | None = None  # memory besides arguments and results
     peak_bytes: int | None = None  # including arguments; None if XLA does not report it
-    seconds: float = 0.0  # compile time
-    costs: KernelCosts = {}  # of Pallas kernels; XLA has no costs for them  # noqa: RUF012
+    jaxpr: Any = None  # the traced program
 
 
 def compile_for(
@@ -72,39 +60,74 @@ def compile_for(
         where = make_mesh(MeshConfig(), [where])
     with jax.set_mesh(where):
         traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
-        return compiled(traced, compiler_options(_platform(where), drafts))
-
-
-def _platform(where: Any) -> str:
-    return (where.devices.flat[0] if isinstance(where, Mesh) else where).platform
+        return compiled(traced, compiler_options(where.devices.flat[0].platform, drafts))
 
 
 def compiled(traced: Any, options: dict[str, Any] | None = None) -> HloModule:
     """Compiles a traced program; `hlo` is None if the program exceeds the chip's memory."""
-    lowered, begin = traced.lower(), time.perf_counter()
     try:
-        program = lowered.compile(compiler_options=options)
+        program = traced.lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error) or needed(str(error)) is None:
             raise  # for example a kernel exhausted a GPU's shared memory
-        return HloModule(peak_bytes=needed(str(error)), seconds=time.perf_counter() - begin)
-    seconds, memory = time.perf_counter() - begin, program.memory_analysis()
+        return HloModule(peak_bytes=needed(str(error)), jaxpr=traced.jaxpr)
+    memory = program.memory_analysis()
     sizes = memory.temp_size_in_bytes, memory.peak_memory_in_bytes
-    return HloModule(program.as_text(), *sizes, seconds, declared(traced.jaxpr))
+    return HloModule(program.as_text(), *sizes, traced.jaxpr)
 
 
-def declared(jaxpr: Any) -> KernelCosts:
-    """The cost estimates of all Pallas kernels of a traced program."""
-    found: KernelCosts = {}
+class Product(NamedTuple):
+    """A matrix product or a Pallas kernel of a traced program; figures are per run and chip."""
+
+    label: str  # named scopes
+    times: int
+    in_loop: bool  # a loop of unknown length
+    flops: float
+    bytes: float  # of operands and result; declared by a Pallas kernel
+
+    def seconds(self, bandwidth: float, peak: float) -> float:
+        """The longer of the times to move all bytes and to compute, for all runs."""
+        return self.times * max(self.bytes / bandwidth, self.flops / peak)
+
+
+class Shares(NamedTuple):
+    """The part of a program that one chip runs."""
+
+    chips: int = 1  # that share the products
+    cut: int = 1  # that share a weight
+    used: float = 1.0  # share of a cache's rows that attention reads
+
+
+def products(
+    jaxpr: Any, shares: Shares, label: str = "", times: int = 1, in_loop: bool = False
+) -> Iterator[Product]:
+    """Yields the products of a traced program, once for a loop of unknown length.
+
+    All branches of a conditional count. An operand that is only cast counts as it is stored.
+    """
+    stored: dict[Any, Any] = {}  # by variable: the variable that was cast or reshaped to it
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
-            dims = tuple(tuple(each.aval.shape) for each in (*eqn.invars, *eqn.outvars))
-            cost = eqn.params["cost_estimate"]
-            found[eqn.params["name"], dims] = cost and Cost(cost.flops, cost.bytes_accessed)
+        name, params = eqn.primitive.name, eqn.params
+        scope = f"{label}/{eqn.source_info.name_stack}"
+        if name == "dot_general":
+            (contracted, _), _ = params["dimension_numbers"]
+            out, first = eqn.outvars[0].aval, eqn.invars[0].aval
+            flops = 2 * out.size * math.prod(first.shape[axis] for axis in contracted)
+            arrays = [out, *(stored.get(var, var).aval for var in eqn.invars)]
+            size = sum(array.size * array.dtype.itemsize for array in arrays)
+            yield Product(scope, times, in_loop, flops / shares.chips, size / shares.cut)
+        elif name == "pallas_call":
+            cost, used = params["cost_estimate"], shares.used
+            yield Product(scope, times, in_loop, used * cost.flops, used * cost.bytes_accessed)
+        elif name in SEEN_THROUGH:
+            stored[eqn.outvars[0]] = stored.get(eqn.invars[0], eqn.invars[0])
         else:
-            for inner in programs_in(eqn.params):
-                found |= declared(inner)
-    return found
+            if params.get("branches_platforms"):  # the first branch is that of the traced device
+                params = {"branches": params["branches"][:1]}
+            runs = times * params.get("length", 1)
+            inside = shares._replace(chips=1, cut=1) if name == "shard_map" else shares
+            for inner in programs_in(params):
+                yield from products(inner, inside, scope, runs, in_loop or name == "while")
 
 
 def needed(complaint: str) -> int | None:
@@ -113,15 +136,14 @@ def needed(complaint: str) -> int | None:
     return int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2]))) if found else None
 
 
-def abstract_weights(
-    setup: StaticConfig, dtype: Any = jnp.bfloat16, weights: quantize.Format | None = None
-) -> Weights:
-    """The shapes of both models' weights as loaded for decoding."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
+def abstract_weights(setup: StaticConfig, weights: str = "bfloat16") -> Weights:
+    """The shapes of both models' weights as loaded for decoding, in a dtype or of eight bits."""
+    key, eight = jax.eval_shape(lambda: jax.random.key(0)), weights in quantize.FORMATS
+    dtype = jnp.bfloat16 if eight else jnp.dtype(weights)
     cast = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype)
     inits = (functools.partial(llama.init, setup.target), setup.drafter and setup.drafter.init)
     shapes = Weights(*(init and jax.tree.map(cast, jax.eval_shape(init, key)) for init in inits))
-    if weights is None:
+    if not eight:
         return shapes
     return jax.eval_shape(lambda held: quantize.quantize_params(held, weights), shapes)
 
@@ -153,25 +175,20 @@ def compile_prefill(
 ) -> HloModule:
     """Compiles the chunked prefill of prompts of any length for caches of `cache_rows` rows."""
     capacity = cache_rows - setup.shape.num_rows
-    chunks = chunks_for(_platform(where), batch)
+    chunks = chunks_for("tpu", batch)  # a GPU's are the same
     read = functools.partial(step.prefill, setup, capacity=capacity, chunks=chunks)
     prompt = (_integers(batch, capacity), _integers(batch))
     return _compile(where, setup, read, weights, *prompt, _limits(batch), GREEDY)
 
 
 def _compile(
-    where: Any,
-    setup: StaticConfig,
-    function: Callable[..., Any],
-    weights: Weights,
-    *arrays: Any,
-    **how: Any,
+    where: Any, setup: StaticConfig, function: Callable[..., Any], *arguments: Any, **how: Any
 ) -> HloModule:
-    """Compiles a function as `decode.programs` does."""
+    """Compiles a function of weights and other arrays as `decode.programs` does."""
     if isinstance(where, Mesh):
-        function, arrays = split(function), on_mesh(arrays, where)
-    drafts = setup.shape.num_drafted > 0
-    return compile_for(where, function, weights, *arrays, drafts=drafts, **how)
+        weights, *arrays = arguments
+        function, arguments = split(function), (weights, *on_mesh(tuple(arrays), where))
+    return compile_for(where, function, *arguments, drafts=setup.shape.num_drafted > 0, **how)
 
 
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -184,16 +201,9 @@ def _limits(batch: int) -> StopConditions:
 
 def num_bytes(tree: Any) -> int:
     """Bytes per device of all arrays of a tree, abstract or concrete."""
-    leaves = jax.tree.leaves(local(tree))
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-
-
-def local(tree: Any) -> Any:
-    """The per-device shapes of all arrays of a tree."""
-
-    def part(leaf: Any) -> jax.ShapeDtypeStruct:
+    total = 0
+    for leaf in jax.tree.leaves(tree):
         cut = getattr(leaf, "sharding", None)
         shape = leaf.shape if cut is None else cut.shard_shape(leaf.shape)
-        return jax.ShapeDtypeStruct(shape, leaf.dtype)
-
-    return jax.tree.map(part, tree)
+        total += math.prod(shape) * leaf.dtype.itemsize
+    return total

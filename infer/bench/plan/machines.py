@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -22,15 +23,9 @@ from moa_jax.training.metrics import peak_flops
 
 GIB = 1024**3
 GPUS_PER_HOST = 8
-PLANE, CUBE = 16, 4  # sides of a v5e or v6e pod, and of v5p's building block
 
-# For a process that compiles ahead of time: plugins do not look for their chips, libtpu neither
-# queries the cloud for its topology nor locks out a second compiler, and optimisation is on even in
-# tests. The compilation cache is off, because its entries could not be read back.
+# libtpu neither queries the cloud for its topology nor locks out a second compiler.
 ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
-    "JAX_ENABLE_COMPILATION_CACHE": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # any value works: compilation names the topology
@@ -46,7 +41,7 @@ class Chip(NamedTuple):
     compiler: Literal["tpu", "cuda"]
     memory: int  # bytes that a program may use
     bandwidth: float  # bytes/s between the chip and its memory
-    link: float  # bytes/s that a chip receives over one link, a GPU over all of its NVLinks
+    link: float  # bytes/s that a chip receives, a TPU at a corner of its slice
     float32: float  # FLOP/s at jax's highest precision / FLOP/s in bfloat16
     launch: float  # seconds between one kernel and the next
     latency: float  # least seconds of a collective
@@ -57,7 +52,8 @@ class Chip(NamedTuple):
 
 
 # A TPU's memory is libtpu's limit. A TPU's float32 takes six passes in bfloat16. The data sheets
-# state the rate of all links together: four in the plane of v5e and v6e, six in the cube of v5p.
+# state the rate of all links together: four in the plane of v5e and v6e, six in the cube of v5p. A
+# chip at a corner has half of them, and it limits collectives; only whole pods have no corners.
 # A program may use 92 % of an H200's 141 GB, the share that configs/slurm_gpu.sbatch gives jax; the
 # rest is for CUDA's context, cuBLAS's workspaces, NCCL's buffers and compiled code. The network
 # between hosts is slower than NVLink, so bounds for several hosts are looser.
@@ -65,9 +61,9 @@ class Chip(NamedTuple):
 # takes a few microseconds from one kernel to the next, even within a CUDA graph. The launch time of
 # 2.5 us and the latencies of collectives are guesses, not measurements.
 CHIPS = {
-    "v5e": Chip("TPU v5 lite", "tpu", int(15.75 * GIB), 819e9, 200e9 / 4, 1 / 6, 0.0, 4e-6),
-    "v5p": Chip("TPU v5", "tpu", int(95.74 * GIB), 2765e9, 600e9 / 6, 1 / 6, 0.0, 4e-6),
-    "v6e": Chip("TPU v6 lite", "tpu", int(31.25 * GIB), 1640e9, 448e9 / 4, 1 / 6, 0.0, 4e-6),
+    "v5e": Chip("TPU v5 lite", "tpu", int(15.75 * GIB), 819e9, 200e9 / 2, 1 / 6, 0.0, 4e-6),
+    "v5p": Chip("TPU v5", "tpu", int(95.74 * GIB), 2765e9, 600e9 / 2, 1 / 6, 0.0, 4e-6),
+    "v6e": Chip("TPU v6 lite", "tpu", int(31.25 * GIB), 1640e9, 448e9 / 2, 1 / 6, 0.0, 4e-6),
     "h200": Chip(
         *("NVIDIA H200", "cuda", int(0.92 * 141e9), 4800e9, 450e9, 67 / 989),
         *(2.5e-6, 8e-6),
@@ -86,27 +82,11 @@ class Machine(NamedTuple):
     def num_chips(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def num_links(self) -> int:
-        """Fewest links of any chip; the chip with the fewest links limits collectives of all chips.
-
-        A TPU chip has two links along a side that wraps around. Along any other side a chip at
-        the end has one link, so corner chips have the fewest. Sides of v5e and v6e wrap if they
-        are as long as the pod; all sides of v5p wrap if the slice consists of complete cubes. GPUs
-        of one host are connected by a switch. Sources: Google's pages on v5p; Austin et al., How
-        to Scale Your Model, chapter 2.
-        """
-        if self.chip.compiler == "cuda":
-            return min(self.num_chips - 1, 1)
-        wraps = [side == PLANE for side in self.shape]
-        if len(self.shape) == 3:
-            wraps = [all(side % CUBE == 0 for side in self.shape)] * 3
-        sides = zip(self.shape, wraps, strict=True)
-        return sum(2 if wrap else min(side - 1, 1) for side, wrap in sides)
-
-    def received_s(self, size: int) -> float:
-        """Seconds in which a chip with `num_links` links receives `size` bytes."""
-        return size and size / (self.num_links * self.chip.link)
+    def links_s(self, collectives: dict[str, dict[str, int]]) -> float:
+        """Seconds that the collectives of `hlo.collectives` take."""
+        each = collectives.values()
+        received = sum(kind["bytes"] for kind in each) / self.chip.link
+        return received + self.chip.latency * sum(kind["count"] for kind in each)
 
 
 def machine(topology: str) -> Machine:
@@ -114,43 +94,38 @@ def machine(topology: str) -> Machine:
     found = re.fullmatch(r"(v5e|v5p|v6e):([1-9]\d*(?:x[1-9]\d*){1,2})|(h200):([1-9]\d*)", topology)
     if not found:
         raise InputError(
-            f"unknown topology {topology!r}; name v5e:AxB, v6e:AxB, v5p:AxBxC or h200:N, "
-            "such as v5e:4x4 or h200:8"
+            f"unknown topology {topology!r}; name one, as v5p:2x2x4, v5e:4x4 or h200:8"
         )
     tpu, torus, gpu, count = found.groups()
     if tpu:
         return Machine(topology, CHIPS[tpu], tuple(map(int, torus.split("x"))))
     hosts, rest = divmod(int(count), GPUS_PER_HOST)
     if hosts and rest:
-        raise InputError(
-            f"topology {topology} has a host with fewer than {GPUS_PER_HOST} GPUs; "
-            f"choose fewer GPUs, or a multiple of {GPUS_PER_HOST}"
-        )
+        raise InputError(f"topology {topology}: not all hosts have 8 GPUs; choose a multiple of 8")
     return Machine(topology, CHIPS[gpu], (hosts, GPUS_PER_HOST) if hosts else (1, rest))
 
 
 def has_compiler(compiler: Literal["tpu", "cuda"]) -> bool:
     """Whether a compiler is installed: libtpu, or jax's CUDA plugin."""
-    if compiler == "tpu":
-        return importlib.util.find_spec("libtpu") is not None
-    if importlib.util.find_spec("jax_plugins") is None:
-        return False
-    return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+    package = {"tpu": "libtpu", "cuda": "jax_cuda13_plugin"}[compiler]
+    return importlib.util.find_spec(package) is not None
 
 
 def check_compiler(wanted: Machine) -> None:
     """Raises InputError if the machine's compiler is not installed."""
     if not has_compiler(wanted.chip.compiler):
-        name = {"tpu": "libtpu", "cuda": "jax's CUDA plugin"}[wanted.chip.compiler]
-        raise InputError(f"{wanted.name}: {name} is not installed; run make env PLAN=1")
+        raise InputError(f"{wanted.name}: its compiler is not installed; run make env PLAN=1")
 
 
 def devices(wanted: Machine) -> list[Any]:
-    """The machine's devices as compile targets; requires a process with ENVIRONMENT.
+    """The machine's devices as compile targets; turns off jax's compilation cache.
 
-    Raises InputError without the compiler, and for a shape that libtpu does not support.
+    The cache could not read back programs for devices that are not attached. Raises InputError
+    without the compiler, and for a shape that libtpu does not support.
     """
     check_compiler(wanted)
+    os.environ.update(ENVIRONMENT)
+    jax.config.update("jax_enable_compilation_cache", False)
     if wanted.chip.compiler == "cuda":
         shape = "x".join(map(str, (1, *wanted.shape)))  # slices, hosts, GPUs of a host
         target = Path(__file__).with_name("h200.txtpb").read_text("utf-8")
