@@ -2,10 +2,10 @@
 
     python -m train.grid --config configs/ablations.py --target-cache runs/target_cache
 
-All other settings are those of configs/controls.py, which describes how to generate the data:
+All other settings are those of configs/matched.py, which describes how to generate the data:
 batches, MoA's learning rate for all cells, and the number of parameters, with wider MLPs in place
 of removed parts. `half_width` and `double_width` change the width of the MLPs. The number of
-updates is a third of that in configs/controls.py; warm-up again takes a tenth of the updates.
+updates is a third of that in configs/matched.py; warm-up again takes a tenth of the updates.
 The bound needs a control, `without_staircase`, since MoA without the bound has no staircase either.
 A draft vocabulary is a setting of MoA's decoding, not of its training, since MoA uses the target's
 head: `--draft-vocabulary FILE` of infer.generate and infer.evaluate, or a file in the drafter's
@@ -17,23 +17,17 @@ import runpy
 from pathlib import Path
 
 from moa_jax.config import (
-    BlockConfig,
     DistillConfig,
     GlideConfig,
     GridConfig,
     IndependentConfig,
     LossConfig,
     MaskConfig,
-    TargetConfig,
 )
 
-controls = runpy.run_path(str(Path(__file__).with_name("controls.py")))
-moa = runpy.run_path(str(Path(__file__).with_name("matched.py")))["moa"]
-base: DistillConfig = dict(controls["config"].cells)["moa"]
+matched = runpy.run_path(str(Path(__file__).with_name("matched.py")))
+moa, base = matched["moa"], matched["base"]
 UPDATES = 1000
-small_llama = TargetConfig(  # a sixth of the target's layers at half its width
-    "llama", 2048, 2, BlockConfig(128, 2, 1, 64, 600, 1e-5, 10_000.0, None), True, 1024
-)
 
 
 def with_(**changes: object) -> DistillConfig:
@@ -47,7 +41,7 @@ def with_(**changes: object) -> DistillConfig:
 
 
 config: GridConfig = dataclasses.replace(
-    controls["config"],
+    matched["config"],
     cells=(
         ("moa", with_()),
         ("without_lsa_mean", with_(drafter=moa(296, layer_mixing="mean"))),
@@ -64,10 +58,10 @@ config: GridConfig = dataclasses.replace(
         ("half_width", with_(drafter=moa(128))),
         ("double_width", with_(drafter=moa(512))),
         ("glide", with_(drafter=GlideConfig(1, 684))),
-        ("independent", with_(drafter=IndependentConfig(small_llama))),
+        ("independent", with_(drafter=IndependentConfig(matched["small_llama"]))),
     ),
+    learning_rates=(),
     seeds=(0,),
     directory="runs/ablations",
     reference="moa",
-    unmatched=("half_width", "double_width"),
 )

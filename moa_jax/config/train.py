@@ -270,10 +270,9 @@ class DistillConfig(Objective):
 class GridConfig:
     """`train.grid`: drafters trained under equal conditions and compared on the same prompts.
 
-    Cells share the target, the data, the number of updates and, within `tolerance`, the number of
-    trainable parameters. Every cell is trained with each learning rate and seed, and is represented
-    by the rate with the highest simulated tau. Without learning rates each cell keeps the rate of
-    its own config, for example the best rate of a shorter grid.
+    Every cell is trained with each learning rate and seed, and is represented by the rate with the
+    highest simulated tau. Without learning rates each cell keeps the rate of its own config, for
+    example the best rate of a shorter grid. All cells have one target.
     """
 
     cells: tuple[tuple[str, DistillConfig], ...]
@@ -281,8 +280,6 @@ class GridConfig:
     directory: str  # of runs, drafters and the report
     reference: str  # the cell that the results of other cells are divided by
     seeds: tuple[int, ...] = (0,)
-    tolerance: float = 0.05  # relative difference in trainable parameters from `reference`
-    unmatched: tuple[str, ...] = ()  # cells that may differ in anything but the target
     shapes: tuple[DraftShape, ...] = (DraftShape(7), DraftShape(7, 8, 62))
     prompts: int = 64  # validation prompts, not trained on, that all finished drafters answer
     max_new_tokens: int = 128
@@ -291,9 +288,12 @@ class GridConfig:
         names = [name for name, _ in self.cells]
         if len(set(names)) < len(names):
             raise InputError(f"two cells have one name among {', '.join(names)}; rename one")
-        for name in (self.reference, *self.unmatched):
-            if name not in names:
-                raise InputError(f"no cell {name!r} among {', '.join(names)}; name one of them")
+        if self.reference not in names:
+            raise InputError(
+                f"no cell {self.reference!r} among {', '.join(names)}; name one of them"
+            )
+        if len({config.target for _, config in self.cells}) > 1:
+            raise InputError("the cells of a grid have several targets; give them one")
         if not self.seeds:
             raise InputError("a grid needs at least one seed")
         at_least(1, self, "prompts")

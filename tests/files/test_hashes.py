@@ -1,12 +1,9 @@
 """Hashes that reports and answer folders store and that the wire carries: they never change."""
 
-import json
-
 import pytest
 
 from infer.info import ROOT
-from moa_jax.files import client_files, model_folder
-from train.run import grid_runs
+from moa_jax.files import model_folder, client_files
 
 DEMO = ROOT / "moa_jax" / "demo"
 STORED = {  # of the bundled models: of all their bytes (answer folders), of samples (the wire)
@@ -25,15 +22,6 @@ STORED = {  # of the bundled models: of all their bytes (answer folders), of sam
 def test_the_bundled_models_keep_their_hashes(name):
     folder = DEMO / name
     assert (model_folder.folder_hash(folder), client_files.model_hash(folder)) == STORED[name]
-
-
-def test_the_committed_report_names_the_bundled_target():
-    files = json.loads((ROOT / "reports" / "matched.json").read_text())["files"]
-    prefix = "moa_jax/demo/target: "
-    stored = {key: facts for key, facts in files.items() if key.startswith(prefix)}
-    assert len(stored) == 5
-    for key, facts in stored.items():
-        assert grid_runs.facts(DEMO / "target" / key.removeprefix(prefix)) == facts
 
 
 def test_the_order_of_keys_is_no_part_of_a_hash():

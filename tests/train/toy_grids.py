@@ -9,7 +9,7 @@ from moa_jax.config import DraftShape, EagleConfig, GridConfig, MoaConfig
 from moa_jax.pretrained import describe_target
 from tests.train.test_training import CONVERSATIONS, distill_config
 from train import grid as grids
-from train.run import grid_decoding, grid_report, grid_runs
+from train.run import grid_decoding
 
 MOA = MoaConfig(1, 24, 1, 24, 1, 16)
 DEMO = ROOT / "moa_jax" / "demo" / "target"
@@ -37,7 +37,6 @@ def toy_grid(folder, target=DEMO, **changes) -> GridConfig:
         learning_rates=(1e-3, 1e-4),
         directory=str(folder / "grid"),
         reference="eagle",
-        tolerance=0.5,
         shapes=(DraftShape(3), DraftShape(3, 2, 4)),
         prompts=2,
         max_new_tokens=8,
@@ -45,14 +44,9 @@ def toy_grid(folder, target=DEMO, **changes) -> GridConfig:
     return GridConfig(cells, **settings | changes)
 
 
-def document_of(grid: GridConfig, rows: list, config_file: str) -> dict:
-    sizes = grid_runs.check_matched(grid, TARGET)
-    return grid_report.document_of(grid, rows, TARGET, sizes, config_file)
-
-
 def finish(run: grids.GridRun, tau: float, **facts) -> None:
     """What a finished run leaves, as far as the report reads it."""
-    grids.finish(run, **{"simulated_tau": tau, "files": {}, "trained_on": "TPU v9"} | facts)
+    grids.finish(run, **{"simulated_tau": tau, "files": {}} | facts)
 
 
 def changed(config, **changes):
@@ -70,9 +64,8 @@ def with_cell(grid: GridConfig, **changes) -> GridConfig:
     return dataclasses.replace(grid, cells=((name, changed(config, **changes)), *others))
 
 
-def decoded_by(grid: GridConfig, rounds: list[int], positions: str = "") -> dict:
+def decoded_by(grid: GridConfig, rounds: list[int]) -> dict:
     """What finished.json holds where the prompts got 8 tokens each in so many rounds."""
-    pairs = " ".join(f"8/{each}" for each in rounds)
-    counts = {"tokens/rounds_by_prompt": pairs, "accepted/reached_by_position": positions}
+    counts = {"tokens": [8] * len(rounds), "rounds": rounds}
     shapes = [dict.fromkeys(grid_decoding.ENDINGS, counts)] * len(grid.shapes)
     return {"decoding": grid_decoding.decoding_of(grid), "decoded": shapes}

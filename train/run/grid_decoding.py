@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from infer.cli.flags.pair import open_drafter, open_target
-from moa_jax.config import DraftShape, GridConfig
+from moa_jax.config import GridConfig
 from moa_jax.data import batches
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.session import Session
@@ -21,10 +21,8 @@ from train.run.decoding import conversations, fitting_prompts
 from train.run.grid_runs import GridRun
 
 BATCH = 16  # prompts decoded together; the batch does not change tau
-PROMPTS = "distinct, first turns before later ones, none of them trained on"
 ENDINGS = {"tau": None, "tau_past_end": []}  # stop ids per tau; None: the target's own
-FIRST = 3  # drafted positions with acceptance counts of their own
-DecodedCounts = dict[str, str]  # per drafter, shape and ending
+DecodedCounts = dict[str, list[int]]  # tokens and rounds per prompt, of one shape and ending
 Decoded = list[dict[str, DecodedCounts]]  # per shape, the counts by ending
 
 
@@ -44,19 +42,10 @@ def decode(grid: GridConfig, runs: Sequence[GridRun]) -> Iterator[tuple[GridRun,
 def decoding_of(grid: GridConfig) -> dict[str, Any]:
     """The decoding settings of all drafters of a grid, with the values that JSON reads back."""
     return {
-        "shapes": [_name_of(shape) for shape in grid.shapes],
-        # Two static trees may have the same name.
-        "shapes_in_full": [json.loads(json.dumps(dataclasses.asdict(s))) for s in grid.shapes],
+        "shapes": [json.loads(json.dumps(dataclasses.asdict(shape))) for shape in grid.shapes],
         "prompts": grid.prompts,
-        "prompts_are": PROMPTS,
         "max_new_tokens": grid.max_new_tokens,
     }
-
-
-def _name_of(shape: DraftShape) -> str:
-    if shape.is_chain:
-        return f"chain {shape.depth}"
-    return f"tree {shape.depth}/{shape.breadth}/{shape.num_drafted}"
 
 
 def prompts_of(grid: GridConfig, target: Target) -> list[list[int]]:
@@ -85,27 +74,13 @@ def prompts_of(grid: GridConfig, target: Target) -> list[list[int]]:
 def _counts(
     session: Session, prompts: list[list[int]], max_new_tokens: int, stops: list[int] | None
 ) -> DecodedCounts:
-    """Tokens after the first token and rounds per prompt; acceptance of the first positions."""
+    """Tokens after the first token, and rounds, per prompt."""
     found = []
     for start in range(0, len(prompts), BATCH):
         part = prompts[start : start + BATCH]
         filled = part + part[:1] * (BATCH - len(part))  # one batch size, so one program
         found += session.generate(filled, max_new_tokens, stops)[: len(part)]
-    whole = [length for result in found for length in result.accept_lengths[:-1]]
-    at_least = [sum(length >= least for length in whole) for least in range(1, FIRST + 2)]
-    tokens, rounds = [sum(each.accept_lengths) for each in found], [each.rounds for each in found]
     return {
-        "tokens/rounds_by_prompt": joined(tokens, rounds),
-        "accepted/reached_by_position": joined(at_least[1:], at_least[:-1]),
+        "tokens": [sum(each.accept_lengths) for each in found],
+        "rounds": [each.rounds for each in found],
     }
-
-
-def joined(ones: Iterable[int], others: Iterable[int]) -> str:
-    """Pairs as `1/4 2/5`; indented JSON would put each number on a line of its own."""
-    return " ".join(f"{one}/{other}" for one, other in zip(ones, others, strict=True))
-
-
-def split(pairs: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The inverse of `joined`."""
-    ones, others = zip(*(map(int, pair.split("/")) for pair in pairs.split()), strict=True)
-    return ones, others
