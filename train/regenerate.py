@@ -28,6 +28,7 @@ folder of all eight files.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import sys
 from collections import Counter
@@ -63,7 +64,6 @@ from moa_jax.errors import InputError
 from moa_jax.files.paths import check_folder, check_links
 from moa_jax.pretrained import Target, default_dtype, describe_target
 from train.run.answers import Answers, LocalAnswers
-from train.run.completions import AnswerFields
 from train.run.connection import EndpointClient, address_of
 from train.run.conversations import AnswerRules, Conversation, answer_all
 from train.run.endpoint import EndpointAnswers
@@ -101,12 +101,10 @@ def regenerate(args: argparse.Namespace) -> None:
     if not records:
         where = "in shard {}/{}".format(*args.shard) if args.shard else "there"
         raise InputError(f"{args.prompts}: no records of {args.sources or 'any source'} {where}")
-    answers = _endpoint(args, target, rules) if args.endpoint else _local(args, rules)
-    with Partial(output, _settings(args, answers)) as partial:
+    source = _endpoint(args, target, rules) if args.endpoint else _local(args, rules)
+    with source as answers, Partial(output, _settings(args, answers)) as partial:
         _answer(records, answers, rules, partial)
-        drifted, (left_out, short) = partial.drifted, partial.finish()
-    if drifted:
-        print(f"{drifted} answers do not become the same tokens again", file=sys.stderr)
+        left_out, short = partial.finish()
     for line in _lines(records, left_out, short):
         print(line, file=sys.stderr)
 
@@ -134,7 +132,7 @@ def _answer(
         done = len(partial.over)
         raise InputError(f"{partial.path} holds {done} already; raise --limit or remove it")
     left = (Conversation(records[i][1], rules, i) for i in records if i not in partial.over)
-    with answers, progress(len(records), "conversations", initial=len(partial.over)) as bar:
+    with progress(len(records), "conversations", initial=len(partial.over)) as bar:
         try:
             answer_all(left, answers, partial, bar.step)
         except InputError as error:
@@ -171,7 +169,8 @@ def _check_lengths(args: argparse.Namespace, target: Target) -> None:
 # ---- sources of answers ----
 
 
-def _local(args: argparse.Namespace, rules: AnswerRules) -> LocalAnswers:
+@contextlib.contextmanager
+def _local(args: argparse.Namespace, rules: AnswerRules) -> Iterator[LocalAnswers]:
     """Answers of an engine on this machine, with a drafter if --draft is set."""
     target, drafter = open_target(args.target, **target_options(args)), None
     if args.draft is not None:
@@ -188,27 +187,23 @@ def _local(args: argparse.Namespace, rules: AnswerRules) -> LocalAnswers:
         max_tokens=args.max_prompt + args.max_new_tokens,
     )
     stop_ids = () if args.ignore_stop else tuple(target.generation.eos_ids)
-    return LocalAnswers(engine, rules.tokenizer, args.max_new_tokens, stop_ids)
+    engine.start()
+    with contextlib.closing(engine):
+        yield LocalAnswers(engine, rules.tokenizer, args.max_new_tokens, stop_ids)
 
 
-def _endpoint(args: argparse.Namespace, target: Target, rules: AnswerRules) -> EndpointAnswers:
-    """Answers of the server at --endpoint; queries its models and capabilities first."""
+@contextlib.contextmanager
+def _endpoint(
+    args: argparse.Namespace, target: Target, rules: AnswerRules
+) -> Iterator[EndpointAnswers]:
+    """Answers of the server at --endpoint; queries its models first."""
     key = read_keys(args.api_key_file)[0] if args.api_key_file else None
-    notice = lambda line: print(line, file=sys.stderr, flush=True)
     for line in target.notices:
-        notice(line)
+        print(line, file=sys.stderr)
     at_once = args.concurrency or AT_ONCE
     address, timeout_s = address_of(args.endpoint), args.timeout or TIMEOUT_S
-    wanted = AnswerFields(
-        rules.tokenizer,
-        target.config.vocab_size,
-        args.max_new_tokens,
-        tuple(target.generation.eos_ids),
-        args.ignore_stop,
-        target.generation.turn_id,
-    )
-    connect = lambda: EndpointClient(address, key, timeout_s, at_once)
-    return EndpointAnswers(connect, args.model, wanted, args.max_prompt, at_once, notice)
+    with contextlib.closing(EndpointClient(address, key, timeout_s, at_once)) as client:
+        yield EndpointAnswers(client, args.model, rules, target.generation, at_once)
 
 
 # ---- flags ----

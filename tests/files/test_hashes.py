@@ -3,7 +3,7 @@
 import pytest
 
 from infer.info import ROOT
-from moa_jax.files import model_folder, client_files
+from moa_jax.files import client_files, model_folder
 
 DEMO = ROOT / "moa_jax" / "demo"
 STORED = {  # of the bundled models: of all their bytes (answer folders), of samples (the wire)

@@ -23,11 +23,9 @@ class FakeEndpoint:
         self.tokenizer = load_tokenizer(folder)
         self.models = [{"id": "scripted", "max_model_len": 4096}]
         self.model, self.key = "scripted", None
-        self.takes_ids, self.gives_ids = True, True
-        self.known: set[str] | None = None  # fields; others are refused, unless it is None
-        self.drifts = False  # an answer's text does not become its tokens again
+        self.gives_ids = True
         self.fault: Fault | None = None  # of all requests for completions
-        self.posts: list[dict[str, Any]] = []  # that were answered, without the first question
+        self.posts: list[dict[str, Any]] = []  # that were answered
         self.times: list[float] = []  # of all requests for completions
         self.connections: set[Any] = set()
         self.lock = threading.Lock()
@@ -43,30 +41,20 @@ class FakeEndpoint:
 
     def prompts(self) -> list[tuple[int, ...]]:
         """Those that were answered."""
-        return [tuple(self.ids_of(post["prompt"])) for post in self.posts]
-
-    def ids_of(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        return self.tokenizer(prompt, add_special_tokens=False).input_ids
+        return [tuple(post["prompt"]) for post in self.posts]
 
     def completion(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        unknown = self.known is not None and body.keys() - self.known
-        if unknown or (isinstance(body["prompt"], list) and not self.takes_ids):
-            return 400, {"error": {"message": "a field is wrong", "type": "invalid_request_error"}}
-        prompt, most = self.ids_of(body["prompt"]), body["max_tokens"]
+        prompt, most = body["prompt"], body["max_tokens"]
         ids, text, finish = self.answer(prompt)
         if finish == "length":
             ids = self.tokenizer(text.rstrip(), add_special_tokens=False).input_ids
         if body.get("ignore_eos") or finish == "length":
             ids, finish = (ids * most)[:most], "length"
-            skips = body.get("skip_special_tokens", True)
-            text = self.tokenizer.decode(ids, skip_special_tokens=skips)
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
         choice = {"index": 0, "text": text, "finish_reason": finish}
-        count = len(ids) + self.drifts
         if body.get("return_token_ids") and self.gives_ids:
             choice["token_ids"] = ids
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": count}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
         return 200, {"model": self.model, "choices": [choice], "usage": usage}
 
 
@@ -84,9 +72,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self.check_key():
-            return
-        if self.body["max_tokens"] == 1:  # the first question, of what the server speaks
-            self.reply(*self.endpoint.completion(self.body))
             return
         with self.endpoint.lock:
             self.endpoint.times.append(time.monotonic())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from infer.server_process import Child
 from moa_jax import InputError
 from moa_jax.config import Sampling
 from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.pretrained import SpecialIds
 from tests.train.fake_endpoint import FakeEndpoint, Handler, served
 from tests.train.test_regenerate import (
     CONVERSATIONS,
@@ -29,10 +31,11 @@ from tests.train.test_regenerate import (
     write,
 )
 from train import regenerate
-from train.run import endpoint as module
+from train.run import connection as module
 from train.run.answers import TargetAnswer, TargetQuestion
-from train.run.completions import AnswerFields, Completions
+from train.run.completions import Completions
 from train.run.connection import address_of
+from train.run.conversations import AnswerRules
 from train.run.partial import Partial
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,9 +91,7 @@ def local(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [(), IDS, SAMPLED], ids=["text", "ids", "drawn"])
-@pytest.mark.parametrize("takes_ids", [True, False], ids=["from ids", "from text"])
-def test_the_file_is_that_of_local_regeneration(ask, fake, local, tmp_path, kind, takes_ids):
-    fake.takes_ids = takes_ids
+def test_the_file_is_that_of_local_regeneration(ask, fake, local, tmp_path, kind):
     workers, turns = threading.Barrier(3), itertools.count()  # each asks before one asks again
     fake.fault = lambda handler: next(turns) < 3 and workers.wait(30) < 0
     output = tmp_path / "a.jsonl"
@@ -139,46 +140,14 @@ def test_draws_have_the_seeds_of_local_regeneration(ask, fake, folder, tmp_path,
     assert seeds == {tuple(post["prompt"]): post["seed"] for post in fake.posts}
 
 
-def test_a_strict_server_is_asked_for_no_ids(ask, fake, local, tmp_path):
-    fake.known = {"model", "prompt", "max_tokens", "temperature", "repetition_penalty"}
-    fake.known |= {"stop_token_ids"}
-    ask(tmp_path / "a.jsonl", *LIMITED)
-    assert (tmp_path / "a.jsonl").read_bytes() == local(*LIMITED)
-
-
-@pytest.mark.parametrize("drifts", [False, True])
-def test_texts_that_do_not_become_their_tokens_again_are_counted(
-    ask, fake, local, tmp_path, capsys, drifts
-):
-    """Also those of a run that was cut, and of answers that are kept alone."""
-    fake.gives_ids, fake.drifts = False, drifts
-    stop_after(fake, 5)
-    with pytest.raises(InputError):
-        ask(tmp_path / "a.jsonl", *LIMITED)
-    fake.fault = None
-    ask(tmp_path / "a.jsonl", *LIMITED)
-    assert (tmp_path / "a.jsonl").read_bytes() == local(*LIMITED)
-    told = [line for line in capsys.readouterr().err.splitlines() if "same tokens again" in line]
-    kept = len(fake.prompts())
-    assert kept > 10
-    assert told == [f"{kept} answers do not become the same tokens again"] * drifts
-
-
-def test_texts_of_a_fixed_length_become_tokens(ask, fake, local, tmp_path, capsys):
-    """With their special tokens, so that the end of an answer inside is kept."""
-    fake.gives_ids = False
-    ask(tmp_path / "a.jsonl", *LIMITED, *IDS)
-    for ours, theirs in zip(read(tmp_path / "a.jsonl"), local(*LIMITED, *IDS).splitlines()):  # noqa: B905
-        assert ours == json.loads(theirs)
-
-
 @pytest.mark.parametrize("turn_id, end", [(5, 5), (None, 4)])
 def test_an_end_that_a_server_leaves_out_is_that_of_the_template(turn_id, end):
     tokenizer = load_tokenizer(DEMO / "target")  # whose eos token is 4
-    wanted = AnswerFields(tokenizer, 2048, 9, (3, 4, 5), turn_id=turn_id)
+    rules = AnswerRules(tokenizer, 2048, 8, 9, False, Sampling())
+    ends = SpecialIds((3, 4, 5), turn_id=turn_id)
     choice = {"text": "", "finish_reason": "stop", "token_ids": [7]}
-    question = TargetQuestion(0, [8], [], Sampling())
-    answer = Completions("here", "demo", wanted).answer({"choices": [choice]}, question)
+    question = TargetQuestion(0, [8], Sampling())
+    answer = Completions("here", "demo", rules, ends).answer({"choices": [choice]}, question)
     assert answer.token_ids == [7, end]
 
 
@@ -190,30 +159,15 @@ def busy(handler: Handler) -> bool:
 
 
 TROUBLES = {
-    "busy": (busy, "status 429: too many"),
-    "fault": (lambda handler: handler.reply(500, {"detail": "oh"}), "status 500: oh"),
+    "busy": (busy, 'status 429: {"error": {"message": "too many"}}'),
+    "fault": (lambda handler: handler.reply(500, {"detail": "oh"}), "status 500: "),
     "starting": (lambda handler: handler.reply_bytes(503, b"<html>"), "status 503: <html>"),
-    "cut": (lambda handler: handler.cut(b'{"model": "scri'), "cut in mid-answer"),
+    "cut": (lambda handler: handler.cut(b'{"model": "scri'), "no answer (peer closed"),
     "gone": (lambda handler: handler.cut(), "Server disconnected without"),
-    "half": (lambda handler: handler.reply_bytes(200, b'{"model": '), "no JSON object"),
-    "list": (lambda handler: handler.reply(200, []), "no JSON object"),
-    "empty": (lambda handler: handler.reply(200, {"choices": []}), "without an answer"),
-    "aborted": (
-        lambda handler: handler.reply(
-            200, {"choices": [{"text": "", "finish_reason": "abort", "token_ids": []}]}
-        ),
-        "ended with 'abort'",
-    ),
-    "no ids": (
-        lambda handler: handler.reply(
-            200, {"choices": [{"text": "Yes", "finish_reason": "stop", "token_ids": [999999]}]}
-        ),
-        "without its token ids",
-    ),
     "slow": (lambda handler: handler.wait_for_its_end(), "nothing came for 2 s"),
 }
 
-QUICK = ("busy", "cut", "half")
+QUICK = ("busy", "cut")
 troubles = pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TROUBLES],
@@ -248,10 +202,12 @@ def test_what_does_not_pass_ends_with_a_line_and_goes_on_later(
     turns = itertools.count()
     fake.fault = lambda handler: next(turns) >= 4 and fault(handler)
     flags = ("--limit", "6", *in_turns(name))
-    with pytest.raises(InputError, match=f"{said}.*, 3 times in a row; .* of 6") as raised:
+    with pytest.raises(
+        InputError, match=rf"{re.escape(said)}.*, 3 times in a row; .* of 6"
+    ) as raised:
         ask(tmp_path / "a.jsonl", *flags)
     assert "\n" not in str(raised.value)
-    assert next(turns) == 4 + 3 + (name == "gone")  # an idle connection is opened again, once
+    assert next(turns) == 4 + 3
     fake.fault = None
     ask(tmp_path / "a.jsonl", *flags)
     assert (tmp_path / "a.jsonl").read_bytes() == local("--limit", "6")
@@ -266,9 +222,10 @@ def stop_after(fake: FakeEndpoint, count: int) -> None:
 
 def test_answers_under_way_are_kept_when_one_worker_gives_up(ask, fake, tmp_path, monkeypatch):
     """Slow ones, too: they are not asked for again."""
-    started, stopped = threading.Barrier(4), threading.Event()
-    turns, stop = itertools.count(), module.EndpointAnswers._stop
-    monkeypatch.setattr(module.EndpointAnswers, "_stop", lambda self: (stop(self), stopped.set()))
+    started, turns, clients = threading.Barrier(4), itertools.count(), []
+    init = module.EndpointClient.__init__
+    noting = lambda self, *given: (init(self, *given), clients.append(self))[0]
+    monkeypatch.setattr(module.EndpointClient, "__init__", noting)
 
     def fault(handler):
         number = next(turns)
@@ -276,11 +233,11 @@ def test_answers_under_way_are_kept_when_one_worker_gives_up(ask, fake, tmp_path
             started.wait(30)
         if number == 0:
             return handler.reply(404, {"error": "no"})
-        assert stopped.wait(30)
+        assert clients[-1].stopping.wait(30)
         return False
 
     fake.fault = fault
-    with pytest.raises(InputError, match="refuses a request: status 404: no; "):
+    with pytest.raises(InputError, match=r"refuses a request: status 404: .*no.*; "):
         ask(tmp_path / "a.jsonl", *LIMITED, "--concurrency", "4")
     assert next(turns) == 4
     fake.fault = None
@@ -294,16 +251,16 @@ def test_a_refused_prompt_ends_its_conversation_alone(ask, fake, tmp_path, capsy
     fake.fault = lambda handler: next(posts) == 3 and handler.reply(400, {"error": "too odd"})
     ask(tmp_path / "a.jsonl", *LIMITED, "--concurrency", "1")
     told = capsys.readouterr().err
-    assert "status 400: too odd (first: " in told and "1 of" in told
+    assert 'status 400: {"error": "too odd"} (first: ' in told and "1 of" in told
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) > 1
 
 
 def test_retry_after_is_obeyed(ask, fake, tmp_path):
     turns = itertools.count()
-    too_many = lambda handler: handler.reply(429, {}, Retry_After="0.5")
+    too_many = lambda handler: handler.reply(429, {}, Retry_After="1")
     fake.fault = lambda handler: next(turns) == 0 and too_many(handler)
     ask(tmp_path / "a.jsonl", "--limit", "1", "--concurrency", "1")
-    assert fake.times[1] - fake.times[0] >= 0.5
+    assert fake.times[1] - fake.times[0] >= 1
 
 
 def test_a_server_that_is_busy_with_others_is_waited_for(ask, fake, local, tmp_path, monkeypatch):
@@ -311,12 +268,12 @@ def test_a_server_that_is_busy_with_others_is_waited_for(ask, fake, local, tmp_p
     monkeypatch.setattr(module, "TRIES", 2)
     room = threading.Semaphore(1)
 
-    def wait_for_an_answer(patience, *_):
-        before, until = patience._num_replies, time.monotonic() + 5
-        while patience._num_replies == before and time.monotonic() < until:
+    def wait_for_an_answer(client, *_):
+        before, until = client._num_replies, time.monotonic() + 5
+        while client._num_replies == before and time.monotonic() < until:
             time.sleep(0.01)
 
-    monkeypatch.setattr(module.Patience, "_wait", wait_for_an_answer)
+    monkeypatch.setattr(module.EndpointClient, "_wait", wait_for_an_answer)
 
     def fault(handler):
         if not room.acquire(blocking=False):
@@ -331,18 +288,50 @@ def test_a_server_that_is_busy_with_others_is_waited_for(ask, fake, local, tmp_p
     assert len(fake.times) > len(fake.posts) + 4  # refusals
 
 
-def test_connections_that_were_idle_are_opened_again_without_a_word(ask, fake, tmp_path, capsys):
-    def fault(handler):
-        handler.close_connection = True  # without having said so
-        return False
-
-    fake.fault = fault
-    ask(tmp_path / "a.jsonl", "--limit", "4", "--concurrency", "1")
-    assert "again in" not in capsys.readouterr().err
-    assert len(fake.connections) == len(fake.posts) > 3
-
-
 # ---- troubles that stay -------------------------------------------------------------------
+
+
+UNUSABLE = {
+    "half": (
+        lambda handler: handler.reply_bytes(200, b'{"model": '),
+        "replies with no JSON object",
+    ),
+    "list": (lambda handler: handler.reply(200, []), "replies with no JSON object"),
+    "empty": (lambda handler: handler.reply(200, {"choices": []}), "replies without an answer"),
+    "aborted": (
+        lambda handler: handler.reply(
+            200, {"choices": [{"text": "", "finish_reason": "abort", "token_ids": []}]}
+        ),
+        "ended an answer with 'abort'",
+    ),
+    "other ids": (
+        lambda handler: handler.reply(
+            200, {"choices": [{"text": "Yes", "finish_reason": "stop", "token_ids": [999999]}]}
+        ),
+        "answers with ids outside the vocabulary of --target",
+    ),
+    "no ids": (
+        lambda handler: handler.reply(200, {"choices": [{"text": "", "finish_reason": "stop"}]}),
+        "returns no token ids; serve the model with infer.serve",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_replies_that_cannot_be_used_end_the_run_and_it_goes_on_later(
+    ask, fake, local, tmp_path, name
+):
+    fault, said = UNUSABLE[name]
+    turns = itertools.count()
+    fake.fault = lambda handler: next(turns) >= 2 and fault(handler)
+    flags = ("--limit", "4", "--concurrency", "1")
+    with pytest.raises(InputError, match=f"{said}.*; .* of 4 conversations are over"):
+        ask(tmp_path / "a.jsonl", *flags)
+    assert next(turns) == 3
+    fake.fault = None
+    ask(tmp_path / "a.jsonl", *flags)
+    assert (tmp_path / "a.jsonl").read_bytes() == local("--limit", "4")
+    assert max(Counter(fake.prompts()).values()) == 1
 
 
 def test_a_server_that_is_not_there(ask, tmp_path, monkeypatch):
@@ -350,7 +339,7 @@ def test_a_server_that_is_not_there(ask, tmp_path, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(InputError, match=rf"{url}: no connection \(.*refused\), 2 times"):
+        with pytest.raises(InputError, match=rf"{url}: no answer \(.*refused\), 2 times"):
             ask(tmp_path / "a.jsonl", "--endpoint", url)
     assert not list(tmp_path.iterdir())
 
@@ -378,9 +367,11 @@ def test_keys(ask, fake, tmp_path):
     fake.key = "sk-1"
     (tmp_path / "key").write_text("sk-1\n")
     (tmp_path / "wrong").write_text("sk-2\n")
-    with pytest.raises(InputError, match="it wants a key; give one with --api-key-file"):
+    with pytest.raises(
+        InputError, match="status 401: .*no such key.*; give its key with --api-key"
+    ):
         ask(tmp_path / "a.jsonl", *LIMITED)
-    with pytest.raises(InputError, match="it refuses the key; .*no such key") as raised:
+    with pytest.raises(InputError, match="status 401: .*no such key") as raised:
         ask(tmp_path / "a.jsonl", *LIMITED, "--api-key-file", str(tmp_path / "wrong"))
     assert "sk-2" not in str(raised.value) and not (tmp_path / "a.jsonl.partial").exists()
     ask(tmp_path / "a.jsonl", "--limit", "2", "--api-key-file", str(tmp_path / "key"))
@@ -388,10 +379,10 @@ def test_keys(ask, fake, tmp_path):
 
 def test_models(ask, fake, tmp_path):
     """The one that a server has needs no name, and no answer of another one is taken."""
-    with pytest.raises(InputError, match="has no model other but scripted; .* --model"):
+    with pytest.raises(InputError, match="has the models scripted; name .* --model"):
         ask(tmp_path / "a.jsonl", "--model", "other")
     fake.models = [{"id": "one"}, {"id": "scripted"}]
-    with pytest.raises(InputError, match="has not one model but one, scripted; name .* --model"):
+    with pytest.raises(InputError, match="has the models one, scripted; name .* --model"):
         ask(tmp_path / "a.jsonl")
 
     def change(handler):
@@ -432,14 +423,11 @@ def test_a_server_of_another_size_or_tokenizer_is_refused(ask, fake, tmp_path, f
         ask(tmp_path / "a.jsonl")
     fake.models = [{"id": "scripted"}]
     fake.answer = lambda prompt: ([5, 6], "ab", "length")
-    fake.completion = lambda body: (200, {"choices": [choice], "usage": usage})
-    usage, choice = {}, {"text": "ab", "finish_reason": "length", "token_ids": [5, 6]}
+    fake.completion = lambda body: (200, {"choices": [choice]})
+    choice = {"text": "ab", "finish_reason": "length", "token_ids": [5, 6]}
     with pytest.raises(InputError, match="ends answers after 2 tokens; lower --max-new-tokens 64"):
         ask(tmp_path / "a.jsonl", *LIMITED)
-    usage = {"prompt_tokens": 3}
-    with pytest.raises(InputError, match="reads 3 tokens where the tokenizer of --target has"):
-        ask(tmp_path / "a.jsonl", *LIMITED)
-    usage, choice = {}, {"text": "ab", "finish_reason": "stop", "token_ids": [5, 6]}
+    choice = {"text": "ab", "finish_reason": "stop", "token_ids": [5, 6]}
     with pytest.raises(InputError, match="has no ignore_eos; leave out --ignore-stop"):
         ask(tmp_path / "b.jsonl", *LIMITED, "--ignore-stop")
 
@@ -455,33 +443,21 @@ def test_an_output_belongs_to_one_run(tmp_path):
         assert second.answers_of(7) == [answer]
 
 
-def test_halves_of_surrogate_pairs_are_replaced_and_counted(ask, fake, tmp_path, capsys):
-    """A server may send a text that has no form in UTF-8."""
-    fake.completion = lambda body: (200, {"choices": [choice]})
-    choice = {"text": "It is \ud800 far.", "finish_reason": "stop"}
-    ask(tmp_path / "a.jsonl", "--limit", "1")
-    (line,) = (tmp_path / "a.jsonl").read_text().splitlines()
-    assert json.loads(line)["messages"][1]["content"] == "It is ? far."
-    assert "answers do not become the same tokens again" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    "url, wrong",
+    "url",
     [
-        ("localhost:8000", "is no URL of a server"),
-        ("ftp://host", "is no URL of a server"),
-        ("http://", "is no URL of a server"),
-        ("http://host:eight", "is no URL"),
-        ("http://me:secret@host", "^the URL of host has .*; give the URL alone"),
-        ("http://host:99999", "port 99999"),
-        ("http://xn--a", "no URL"),
-        ("http://host/v1?key=1", "^the URL of host has .*; give the URL alone"),
-        ("http://ho st:9", "^a URL with blanks or"),
-        ("http://host:9/\u00fc", "outside ASCII; write"),
+        "localhost:8000",
+        "ftp://host",
+        "http://",
+        "http://host:eight",
+        "http://me:secret@host",
+        "http://host:99999",
+        "http://xn--a",
+        "http://host/v1?key=1",
     ],
 )
-def test_what_is_no_url(url, wrong):
-    with pytest.raises(InputError, match=wrong) as raised:
+def test_what_is_no_url(url):
+    with pytest.raises(InputError, match="--endpoint is not the URL of a server; write") as raised:
         address_of(url)
     assert "secret" not in str(raised.value)
 
@@ -511,9 +487,9 @@ def test_flags_of_an_endpoint_are_refused_without_one(folder, tmp_path, flag):
 
 @pytest.mark.slow
 def test_a_server_of_the_bundled_pair_answers_as_this_machine(tmp_path):
-    """A hundred conversations through infer.serve, greedy and drawn, and its refusals, too."""
+    """Drawn answers through infer.serve; a dozen conversations in eight slots."""
     talks = [
-        [{"role": "user", "content": text} for text in (f"Room {i}?", "Why?")] for i in range(100)
+        [{"role": "user", "content": text} for text in (f"Room {i}?", "Why?")] for i in range(12)
     ]
     prompts = write(tmp_path / "prompts.jsonl", *({"messages": talk} for talk in talks))
     given = ["--target", str(DEMO / "target"), "--prompts", str(prompts)]
@@ -524,14 +500,9 @@ def test_a_server_of_the_bundled_pair_answers_as_this_machine(tmp_path):
         "infer.serve", [*key, "--slots", "8", "--max-tokens", "128"], tmp_path / "s"
     ) as child:
         url = child.ready()["url"]
-        for name, law in (("greedy", []), ("drawn", [*SAMPLED, "--limit", "20"])):
-            for where, flags in (
-                ("there", ["--endpoint", url, *key, "--concurrency", "8"]),
-                ("here", ["--batch", "8"]),
-            ):
-                output = tmp_path / f"{name}-{where}.jsonl"
-                regenerate.main([*given, *law, *flags, "--output", str(output)])
-    for name in ("greedy", "drawn"):
-        there, here = (tmp_path / f"{name}-{where}.jsonl" for where in ("there", "here"))
-        assert there.read_bytes() == here.read_bytes()
-        assert len(read(here)) > (50 if name == "greedy" else 10)
+        there, here = tmp_path / "there.jsonl", tmp_path / "here.jsonl"
+        flags = ["--endpoint", url, *key, "--concurrency", "8"]
+        regenerate.main([*given, *SAMPLED, *flags, "--output", str(there)])
+    regenerate.main([*given, *SAMPLED, "--batch", "8", "--output", str(here)])
+    assert there.read_bytes() == here.read_bytes()
+    assert len(read(here)) > 6

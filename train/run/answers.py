@@ -7,10 +7,9 @@ ask(TargetQuestion) -->  an engine on this machine (here)     --> next() -> Targ
 from __future__ import annotations
 
 import queue
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 from moa_jax.config import Sampling
-from moa_jax.data.records import Message
 from moa_jax.decode.detokenize import detokenizer_of
 from moa_jax.decode.engine import Closed, Engine, Full, News, Request
 from moa_jax.errors import InputError
@@ -21,7 +20,6 @@ class TargetQuestion(NamedTuple):
 
     number: int  # of its conversation, which has at most one open question
     prompt_ids: list[int]
-    messages: list[Message]  # the chat template's input for `prompt_ids`
     sampling: Sampling  # with the question's own seed
 
 
@@ -32,7 +30,6 @@ class TargetAnswer(NamedTuple):
     token_ids: list[int]  # stop token included
     text: str  # stripped, without special tokens
     stopped: bool  # False: the answer was cut at the token limit
-    drifted: bool = False  # the server sent text only, and that text re-tokenizes differently
 
 
 class TargetRefusal(NamedTuple):
@@ -43,13 +40,9 @@ class TargetRefusal(NamedTuple):
 
 
 class Answers(Protocol):
-    """A source of answers; its threads live as long as the context."""
+    """A source of answers."""
 
     most_asked: int  # most open questions at a time
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exception: object) -> None: ...
 
     def ask(self, question: TargetQuestion) -> None:
         """Submits a question and returns at once."""
@@ -68,13 +61,6 @@ class LocalAnswers:
         self._engine, self._tokenizer = engine, tokenizer
         self._max_new_tokens, self._stop_ids = max_new_tokens, stop_ids
         self._ended: queue.SimpleQueue[tuple[int, list[int], News | str]] = queue.SimpleQueue()
-
-    def __enter__(self) -> Self:
-        self._engine.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._engine.close()
 
     def ask(self, question: TargetQuestion) -> None:
         """Submits a question; `next` returns a refusal if the question does not fit the engine."""

@@ -1,15 +1,12 @@
-"""HTTP requests to a server that speaks JSON, and their errors.
-
-A request may succeed later after a RetryableError, but not after an InputError.
-"""
+"""HTTP requests to a server that speaks JSON, sent again while it is down or busy."""
 
 from __future__ import annotations
 
 import contextlib
-import email.utils
-import json
+import random
 import ssl
-import time
+import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,15 +18,9 @@ RETRYABLE = (408, 425, 429)  # in addition to all statuses from 500 on
 TOO_MANY = 429
 NO_KEY = (401, 403)
 OF_THE_PROMPT = (400, 413, 422)  # faults of one prompt: other requests still succeed
-
-
-class RetryableError(Exception):
-    """A request that failed and may succeed later."""
-
-    def __init__(self, what: str, *, wait_s: float = 0.0, busy: bool = False) -> None:
-        """`wait_s` is the server's own Retry-After; `busy` means that the status is 429."""
-        super().__init__(what)
-        self.wait_s, self.busy = wait_s, busy
+TRIES = 5  # per request
+FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 60.0  # the waits between tries double
+MOST_SHOWN = 200  # characters of a reply in a message
 
 
 class RefusedByServer(InputError):
@@ -43,23 +34,16 @@ class RefusedByServer(InputError):
 
 def address_of(url: str) -> str:
     """The URL of a server without a trailing /v1; raises InputError for an invalid URL."""
-    url = url.strip()
-    if not all("!" <= letter <= "~" for letter in url):
-        raise InputError("a URL with blanks or letters outside ASCII; write http://HOST:PORT")
     try:
-        parts = httpx.URL(url)
-        host = parts.host
-    except (httpx.InvalidURL, ValueError) as error:  # ValueError: of a name in punycode
-        raise InputError(f"{url} is no URL ({error}); write http://HOST:PORT") from error
-    if parts.scheme not in ("http", "https") or not host:
-        raise InputError(f"{url} is no URL of a server; write http://HOST:PORT or https://HOST")
-    if parts.userinfo or parts.query or parts.fragment:
-        raise InputError(
-            f"the URL of {host} has a user, a query or a fragment; give the URL alone, and "
-            "a key with --api-key-file"
+        parts = httpx.URL(url.strip())
+        valid = parts.scheme in ("http", "https") and parts.host and (parts.port or 0) <= 65535
+    except (httpx.InvalidURL, ValueError):  # ValueError: of a name in punycode
+        valid = False
+    if not valid or parts.userinfo or parts.query or parts.fragment:
+        raise InputError(  # without the URL, which may hold a password
+            "--endpoint is not the URL of a server; write http://HOST:PORT or https://HOST, and a "
+            "key in --api-key-file"
         )
-    if parts.port is not None and not 0 <= parts.port <= 65535:
-        raise InputError(f"{url} is no URL (port {parts.port}); write http://HOST:PORT")
     path = parts.raw_path.decode().rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc.decode()}{path}"
 
@@ -69,97 +53,71 @@ class EndpointClient:
 
     def __init__(self, address: str, key: str | None, timeout_s: float, connections: int) -> None:
         """`timeout_s` bounds each wait for the server's next bytes."""
-        self.address, self._has_key, self._timeout_s = address, key is not None, timeout_s
+        self.address, self._timeout_s = address, timeout_s
+        self.stopping = threading.Event()  # ends all waits; no request is sent again
+        self._num_replies = 0
+        self._noticed: set[str] = set()  # messages already shown
         self._http = httpx.Client(
-            headers={"Accept": "application/json"}
-            | ({} if key is None else {"Authorization": f"Bearer {key}"}),
+            headers={} if key is None else {"Authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(timeout_s, pool=None),
-            limits=httpx.Limits(max_connections=connections, keepalive_expiry=None),
+            limits=httpx.StopConditions(max_connections=connections, keepalive_expiry=None),
             verify=ssl.create_default_context(),  # the system's certificates
             trust_env=False,  # no proxies
         )
 
     def close(self) -> None:
         """Closes all connections."""
+        self.stopping.set()
         self._http.close()
 
-    def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at a path; raises RetryableError, RefusedByServer and InputError."""
-        return self._object("GET", path)
+    def request(
+        self, method: str, path: str, content: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The JSON object that the server replies; retryable failures are sent again after waits.
 
-    def post(self, path: str, content: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply to a posted object; raises RetryableError, RefusedByServer and InputError."""
-        headers = {"Content-Type": "application/json"}
-        return self._object("POST", path, content=json.dumps(content), headers=headers)
-
-    def _object(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-        response = self._response(method, f"{self.address}{path}", **options)
-        if response.status_code != httpx.codes.OK:
-            raise self._error(response)
-        try:
-            found = json.loads(response.content)
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise RetryableError("a reply that is no JSON object")
-        return found
-
-    def _response(self, method: str, url: str, **options: Any) -> httpx.Response:
-        """Sends a request and returns the reply; resends if an idle connection had been closed.
-
-        The trace of httpx lists the steps of a request, such as a new connection or the headers
-        of the reply.
+        Status 429 uses up no try but the last while the server answers other requests. Raises
+        RefusedByServer for other statuses, and InputError after TRIES failures in a row.
         """
-        steps: list[str] = []
-        trace = {"trace": lambda step, _: steps.append(step)}
+        tries, wait_s = 1, FIRST_WAIT_S
+        while True:
+            before = self._num_replies
+            response, told = self._send(method, path, content)
+            status = None if response is None else response.status_code
+            if status and status not in RETRYABLE and status < httpx.codes.INTERNAL_SERVER_ERROR:
+                self._num_replies += 1
+                return self._read(response, told)
+            if tries == TRIES or self.stopping.is_set():
+                raise InputError(f"{self.address}: {told}, {tries} times in a row")
+            asked = "" if response is None else response.headers.get("Retry-After", "")
+            asked_s = min(float(asked), LONGEST_WAIT_S) if asked.isdecimal() else 0.0
+            self._wait(told, max(wait_s, asked_s))
+            if not (status == TOO_MANY and self._num_replies > before):
+                tries, wait_s = tries + 1, 2 * wait_s
+
+    def _send(self, method: str, path: str, content: Any) -> tuple[httpx.Response | None, str]:
+        """The response, None if there is none, and a description for messages."""
         try:
-            return self._http.request(method, url, extensions=trace, **options)
-        except httpx.TimeoutException as error:
-            raise RetryableError(f"nothing came for {self._timeout_s:g} s") from error
-        except httpx.ConnectError as error:
-            reason = first_line(error)
-            if "CERTIFICATE_VERIFY_FAILED" in reason:
-                reason = reason.partition("verify failed: ")[2]
-                raise InputError(f"{self.address}: its certificate is wrong: {reason}") from error
-            raise RetryableError(f"no connection ({reason})") from error
+            response = self._http.request(method, f"{self.address}{path}", json=content)
+        except httpx.TimeoutException:
+            return None, f"nothing came for {self._timeout_s:g} s"
         except httpx.RequestError as error:
-            if "http11.receive_response_headers.complete" in steps:
-                raise RetryableError("the connection was cut in mid-answer") from error
-            if "connection.connect_tcp.started" in steps:
-                raise RetryableError(f"no answer ({first_line(error)})") from error
-        return self._response(method, url, **options)
+            return None, f"no answer ({first_line(error)})"
+        text = " ".join(response.text.split())
+        return response, f"status {response.status_code}: {text[:MOST_SHOWN]}"
 
-    def _error(self, response: httpx.Response) -> Exception:
-        """The exception for a reply with a status other than 200."""
-        status, headers = response.status_code, response.headers
-        reply = f"status {status}{_message(response.content)}"
-        if status in RETRYABLE or status >= httpx.codes.INTERNAL_SERVER_ERROR:
-            wait_s = _seconds(headers.get("Retry-After", ""))
-            return RetryableError(reply, wait_s=wait_s, busy=status == TOO_MANY)
-        if status in NO_KEY:
-            other = "refuses the key; give another" if self._has_key else "wants a key; give one"
-            return InputError(f"{self.address}: it {other} with --api-key-file ({reply})")
-        if location := headers.get("Location"):
-            return InputError(f"{self.address} has moved to {location}; give --endpoint that URL")
-        return RefusedByServer(f"{self.address} refuses a request: {reply}", status)
+    def _read(self, response: httpx.Response, told: str) -> dict[str, Any]:
+        if response.status_code != httpx.codes.OK:
+            hint = "; give its key with --api-key-file" if response.status_code in NO_KEY else ""
+            line = f"{self.address} refuses a request: {told}{hint}"
+            raise RefusedByServer(line, response.status_code)
+        with contextlib.suppress(ValueError):
+            if isinstance(found := response.json(), dict):
+                return found
+        raise InputError(f"{self.address} replies with no JSON object ({told}); name an API server")
 
-
-def _message(data: bytes) -> str:
-    """The message of an error in OpenAI's format or as plain text, cut to 200 characters."""
-    text = data.decode(errors="replace")
-    with contextlib.suppress(ValueError):
-        found = json.loads(text)
-        for key in ("error", "message", "detail"):
-            found = found.get(key, found) if isinstance(found, dict) else found
-        text = found if isinstance(found, str) else json.dumps(found)
-    line = " ".join(text.split())
-    return f": {line[:197] + '...' if len(line) > 200 else line}" if line else ""
-
-
-def _seconds(retry_after: str) -> float:
-    """The seconds to wait for a Retry-After, a number or a date; 0 for any other value."""
-    with contextlib.suppress(ValueError):
-        return max(float(retry_after), 0.0)
-    with contextlib.suppress(ValueError):
-        return max(email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time(), 0.0)
-    return 0.0
+    def _wait(self, trouble: str, seconds: float) -> None:
+        if trouble not in self._noticed:
+            self._noticed.add(trouble)
+            line = f"{self.address}: {trouble}; again in {seconds:g} s"
+            print(line, file=sys.stderr, flush=True)
+        self.stopping.wait(seconds * random.uniform(1.0, 1.25))  # not all at the same time

@@ -66,7 +66,7 @@ class Conversation:
         if law.temperature:
             key = np.random.SeedSequence((law.seed, self.number, len(self.said)))
             law = dataclasses.replace(law, seed=int(key.generate_state(1)[0]))
-        return TargetQuestion(self.number, self.prompt, self._asked, law)
+        return TargetQuestion(self.number, self.prompt, law)
 
     def take(self, answer: TargetAnswer) -> None:
         """Adds the answer to the current prompt; a cut or empty answer ends the conversation."""
@@ -131,13 +131,12 @@ def answer_all(
     under_way: dict[int, Conversation] = {}
     to_come = iter(talks)
 
-    def go_on(talk: Conversation, answer: TargetAnswer | None = None) -> None:
+    def draft_one(talk: Conversation, answer: TargetAnswer | None = None) -> None:
         """Writes `answer` to `partial`, then submits the next question unless the talk is over."""
         talk.ask()
         if talk.prompt is None:
             under_way.pop(talk.number, None)
-            drifted = answer is not None and answer.drifted
-            partial.close(talk.number, talk.line(), talk.fault, drifted)
+            partial.close(talk.number, talk.line(), talk.fault)
             is_over()
             return
         if answer is not None:
@@ -150,14 +149,14 @@ def answer_all(
             for answer in partial.answers_of(talk.number):
                 talk.ask()
                 talk.take(answer)
-            go_on(talk)
+            draft_one(talk)
         if not under_way:
             return
         answer = answers.next()
         talk = under_way[answer.number]
         if isinstance(answer, TargetRefusal):
             talk.end(answer.fault)
-            go_on(talk)
+            draft_one(talk)
         else:
             talk.take(answer)
-            go_on(talk, answer)
+            draft_one(talk, answer)

@@ -2,73 +2,25 @@
 
     question -> a thread of its own -> EndpointClient -> answer
 
-First, requests of one token find out whether the server takes and returns token ids. Retryable
-requests are sent again after growing waits. After a permanent failure no new question is sent, and
-answers in flight are still returned.
+After a permanent failure no new question is sent, and answers in flight are still returned.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import itertools
 import queue
-import random
 import threading
-from collections.abc import Callable
-from typing import ParamSpec, Self, TypeVar
+from typing import Any
 
 import msgspec
 
-from moa_jax.config import Sampling
-from moa_jax.data import chat
 from moa_jax.errors import InputError
+from moa_jax.pretrained import SpecialIds
 from train.run.answers import TargetAnswer, TargetQuestion, TargetRefusal
-from train.run.completions import AnswerFields, Capabilities, Completions
-from train.run.connection import OF_THE_PROMPT, EndpointClient, RefusedByServer, RetryableError
+from train.run.completions import Completions
+from train.run.connection import OF_THE_PROMPT, EndpointClient, RefusedByServer
+from train.run.conversations import AnswerRules
 
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
-TRIES = 5  # per request
-FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 60.0  # the waits between tries double
-P, T = ParamSpec("P"), TypeVar("T")
-
-
-class Patience:
-    """Retries requests, for all threads that use one server."""
-
-    def __init__(self, address: str, notice: Callable[[str], None]) -> None:
-        self.stopping = threading.Event()  # ends all waits
-        self._address, self._notice = address, notice
-        self._num_replies = 0
-        self._noticed: set[str] = set()  # messages already shown
-
-    def ask(self, request: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """The result of a request; raises InputError after TRIES failures in a row.
-
-        Status 429 uses up no try but the last while the server answers other requests. After
-        `stopping` is set the first failure raises InputError.
-        """
-        tries, wait_s = 1, FIRST_WAIT_S
-        while True:
-            before = self._num_replies
-            try:
-                found = request(*args, **options)
-            except RetryableError as trouble:
-                if tries == TRIES or self.stopping.is_set():
-                    line = f"{self._address}: {trouble}, {tries} times in a row"
-                    raise InputError(line) from trouble
-                self._wait(trouble, max(wait_s, min(trouble.wait_s, LONGEST_WAIT_S)))
-                if not (trouble.busy and self._num_replies > before):
-                    tries, wait_s = tries + 1, min(2 * wait_s, LONGEST_WAIT_S)
-            else:
-                self._num_replies += 1
-                return found
-
-    def _wait(self, trouble: RetryableError, seconds: float) -> None:
-        if str(trouble) not in self._noticed:
-            self._noticed.add(str(trouble))
-            self._notice(f"{self._address}: {trouble}; again in {seconds:g} s")
-        self.stopping.wait(seconds * random.uniform(1.0, 1.25))  # not all at the same time
 
 
 class ModelCard(msgspec.Struct):
@@ -89,41 +41,27 @@ class EndpointAnswers:
 
     def __init__(
         self,
-        connect: Callable[[], EndpointClient],
+        client: EndpointClient,
         model: str | None,
-        wanted: AnswerFields,
-        max_prompt: int,
+        rules: AnswerRules,
+        ends: SpecialIds,
         most_asked: int,
-        notice: Callable[[str], None],
     ) -> None:
-        """Queries the server's models and capabilities; `model` None is the server's only model.
+        """Queries the server's models; `model` None is the server's only model.
 
-        `notice` shows a message to the user. Raises InputError for a server that cannot be reached,
-        refuses the key, lacks the model, or states a context length too short for the flags.
+        Raises InputError for a server that cannot be reached, refuses the key, lacks the model, or
+        states a context length too short for the flags.
         """
         self.most_asked, self._num_asked = most_asked, 0
         self._answers: queue.SimpleQueue[TargetAnswer | TargetRefusal | Exception]
         self._answers, self._failure = queue.SimpleQueue(), None
-        self._connect = connect
-        with contextlib.closing(connect()) as self._client:
-            address = self._client.address
-            self._patience = Patience(address, notice)
-            card = _card_of(self._patience.ask(_models, self._client), model, address)
-            _check_length(card, wanted.max_new_tokens, max_prompt, address)
-            self.model, asking = card.id, Completions(address, card.id, wanted)
-            self._completions = dataclasses.replace(asking, speech=self._capabilities(asking))
-
-    def __enter__(self) -> Self:
-        self._client = self._connect()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop()
-        self._client.close()
+        self._client = client
+        self.model = _model_of(client.request("GET", MODELS), model, rules, client.address)
+        self._completions = Completions(client.address, self.model, rules, ends)
 
     def ask(self, question: TargetQuestion) -> None:
         """Sends a question in a new thread, unless an earlier question has failed."""
-        if not self._patience.stopping.is_set():
+        if not self._client.stopping.is_set():
             self._num_asked += 1
             # A daemon thread: Ctrl-C does not wait for the server.
             threading.Thread(target=self._work, args=(question,), daemon=True).start()
@@ -140,72 +78,41 @@ class EndpointAnswers:
 
     def _work(self, question: TargetQuestion) -> None:
         try:
-            answer = self._patience.ask(self._answer, question)
+            answer = self._answer(question)
         except Exception as error:  # any kind: the main thread raises the error
             self._failure = self._failure or error
-            self._stop()
+            self._client.stopping.set()
             answer = error
         self._answers.put(answer)
 
-    def _stop(self) -> None:
-        self._patience.stopping.set()
-
     def _answer(self, question: TargetQuestion) -> TargetAnswer | TargetRefusal:
         try:
-            reply = self._client.post(COMPLETIONS, self._completions.request(question))
+            reply = self._client.request("POST", COMPLETIONS, self._completions.request(question))
         except RefusedByServer as error:
             if error.status not in OF_THE_PROMPT:
                 raise
             return TargetRefusal(question.number, str(error))
         return self._completions.answer(reply, question)
 
-    def _capabilities(self, completions: Completions) -> Capabilities:
-        """Whether the server takes and returns token ids, found by requests of one token."""
-        hello = [{"role": "user", "content": "Hello"}]
-        prompt_ids = chat.prompt_ids(completions.wanted.tokenizer, hello)
-        question = TargetQuestion(0, prompt_ids, hello, Sampling())
-        one = dataclasses.replace(completions.wanted, max_new_tokens=1)
-        refused: RefusedByServer | None = None
-        for speech in itertools.starmap(Capabilities, itertools.product((True, False), repeat=2)):
-            asking = dataclasses.replace(completions, wanted=one, speech=speech)
-            try:
-                gives_ids = self._patience.ask(self._gives_ids, asking, question)
-            except RefusedByServer as error:
-                refused = error
-            else:
-                return speech._replace(gives_ids=gives_ids)
-        raise refused
 
-    def _gives_ids(self, completions: Completions, question: TargetQuestion) -> bool:
-        reply = self._client.post(COMPLETIONS, completions.request(question))
-        return completions.choice(reply, question)[0].token_ids is not None
+def _model_of(listed: Any, model: str | None, rules: AnswerRules, address: str) -> str:
+    """The name of the model to ask: `model`, or the server's only model if `model` is None.
 
-
-def _models(client: EndpointClient) -> list[ModelCard]:
-    """The models of a server; raises RetryableError for a reply without a list of models."""
+    Raises InputError for a server without that model, and for a longest prompt and answer that
+    exceed the server's stated length.
+    """
     try:
-        return msgspec.convert(client.get(MODELS), ModelList).data
+        cards = msgspec.convert(listed, ModelList).data
     except msgspec.ValidationError as error:
-        raise RetryableError("a list of models that is none") from error
-
-
-def _card_of(cards: list[ModelCard], model: str | None, address: str) -> ModelCard:
-    """The model with this name, or the only model if `model` is None; raises InputError."""
-    if model is None and len(cards) == 1:
-        return cards[0]
-    for card in cards:
-        if card.id == model:
-            return card
-    shown = ", ".join(card.id for card in cards[:5]) or "no model"
-    wrong = "has not one model" if model is None else f"has no model {model}"
-    raise InputError(f"{address} {wrong} but {shown}; name a model with --model")
-
-
-def _check_length(card: ModelCard, new: int, max_prompt: int, address: str) -> None:
-    """Raises InputError if the longest prompt and answer exceed the server's stated length."""
-    most = card.max_model_len
-    if most is not None and max_prompt + new > most:
+        raise InputError(f"{address} has no list of models; name an OpenAI server") from error
+    found = [card for card in cards if model in (None, card.id)]
+    if len(found) != 1:
+        names = ", ".join(card.id for card in cards[:5]) or "none"
+        raise InputError(f"{address} has the models {names}; name one of them with --model")
+    (card,), new, longest = found, rules.max_new_tokens, rules.max_prompt
+    if card.max_model_len is not None and longest + new > card.max_model_len:
         raise InputError(
-            f"--max-prompt {max_prompt} and --max-new-tokens {new} need more than the {most} "
-            f"tokens that {address} holds; lower one of the two"
+            f"--max-prompt {longest} and --max-new-tokens {new} need more than the "
+            f"{card.max_model_len} tokens that {address} holds; lower one of the two"
         )
+    return card.id

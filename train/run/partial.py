@@ -39,7 +39,6 @@ class Partial:
         cannot be written.
         """
         self.output, self.path = output, output.with_name(output.name + ".partial")
-        self.drifted = 0  # answers whose text re-tokenizes differently
         self._over: dict[int, dict[str, Any]] = {}
         self._answers_by_number: defaultdict[int, list[TargetAnswer]] = defaultdict(list)
         with contextlib.ExitStack() as stack:
@@ -97,9 +96,9 @@ class Partial:
         """Adds an answer after which its conversation continues."""
         self._append(answer._asdict())
 
-    def close(self, number: int, line: str | None, fault: str, drifted: bool = False) -> None:
+    def close(self, number: int, line: str | None, fault: str) -> None:
         """Adds the end of a conversation: its line if any, and the reason for an early end."""
-        end = {"line": line, "fault": fault, "drifted": drifted}
+        end = {"line": line, "fault": fault}
         self._append({"number": number} | {key: each for key, each in end.items() if each})
 
     def finish(self) -> tuple[dict[int, str], dict[int, str]]:
@@ -134,7 +133,7 @@ class Partial:
         self._note(entry)
 
     def _note(self, entry: dict[str, Any]) -> None:
-        self.drifted += entry.get("drifted", False)
+        entry.pop("drifted", None)  # in files of earlier versions
         if "token_ids" in entry:
             self._answers_by_number[entry["number"]].append(TargetAnswer(**entry))
         else:
