@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from infer.bench.arrivals import arrivals, arrivals_within, percentiles
+from infer.bench.arrivals import arrivals, percentiles
 
 
 def test_arrivals_follow_a_poisson_law():
@@ -15,13 +15,6 @@ def test_arrivals_follow_a_poisson_law():
     # How many come in a second has Poisson's variance, which is its mean.
     counts = np.histogram(times, np.arange(0, int(times[-1])))[0]
     assert counts.var() == pytest.approx(counts.mean(), rel=0.1) == pytest.approx(5.0, rel=0.1)
-
-
-def test_arrivals_within_some_seconds_are_the_first_of_all():
-    found = arrivals_within(40.0, 5.0, seed=3)
-    assert found == arrivals(len(found), 5.0, seed=3) and 0 < 40.0 - found[-1] < 4
-    assert arrivals(len(found) + 1, 5.0, seed=3)[-1] >= 40.0
-    assert arrivals_within(1e-9, 5.0) == [0.0]
 
 
 def test_percentiles_by_hand():

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from itertools import chain
 
 import pytest
 
@@ -21,7 +20,6 @@ from infer.server_process import Child, ended_by_sigterm
 from moa_jax.decode.engine import Load
 from moa_jax.errors import InputError
 from tests.infer.test_bench_serve import MOST_TOKENS, IdleEngine, args_of, refused
-from tests.meeting import PATIENCE
 
 # ---- clients and toy servers --------------------------------------------------------------
 
@@ -34,11 +32,9 @@ class ToyServer:
 
     def __init__(self, faults: dict[int, str] | None = None, seconds: float = 0.0) -> None:
         self.faults, self.seconds = faults or {}, seconds
-        self.least = 0  # requests that are to have been there at once before any is answered
         self.bodies: list[dict] = []
         self.compiling: set[int] = set()  # seeds of requests that a program is made for
-        self.most, self.running, self.programs = 0, 0, 0
-        self.at_once: dict[int, int] = {}  # requests beside each, and itself, when it came
+        self.running, self.programs = 0, 0
         self._metrics = ServingMetrics("toy", self)
 
     def load(self) -> Load:
@@ -73,16 +69,8 @@ class ToyServer:
         self.bodies.append(body)
         self.programs += body["seed"] in self.compiling
         self.running += 1
-        self.most = max(self.most, self.running)
-        self.at_once[body["seed"]] = self.running
         fault, text = self.faults.get(body["seed"]), body["messages"][0]["content"]
         await asyncio.sleep(self.seconds)
-        try:
-            async with asyncio.timeout(PATIENCE):
-                while self.most < self.least:
-                    await asyncio.sleep(0.005)
-        except TimeoutError:
-            self.least = 0
         self.running -= 1
         if fault == "refuse":
             error = json.dumps({"error": {"message": "full"}}).encode()
@@ -140,7 +128,7 @@ def listening(toy: ToyServer):
 
 
 def asked(index: int) -> SampleRequest:
-    return SampleRequest(index, "qa", {"messages": [{"content": f"text {index}"}], "seed": index})
+    return SampleRequest(index, {"messages": [{"content": f"text {index}"}], "seed": index})
 
 
 def test_clients_come_at_their_times_and_tell_what_failed():
@@ -155,7 +143,7 @@ def test_clients_come_at_their_times_and_tell_what_failed():
         found = asyncio.run(play(url))
     assert [one.error for one in found] == [
         "",
-        "429 full",
+        '429 {"error": {"message": "full"}}',
         "the stream ended before the answer",
         "a pass failed",
         "JSONDecodeError",
@@ -163,24 +151,10 @@ def test_clients_come_at_their_times_and_tell_what_failed():
     ]
     began = found[0].due
     assert [one.due - began for one in found] == pytest.approx(times)
-    assert all(one.due <= one.sent <= one.end for one in found)
+    assert all(one.due <= one.end for one in found)
     whole = [found[0], found[5]]
     assert [(one.text, one.tokens) for one in whole] == [("text 0", 4), ("text 5", 4)]
-    assert all(one.sent < one.first <= one.end for one in whole)
-
-
-def test_clients_that_keep_asking_leave_no_slot_empty():
-    toy = ToyServer(seconds=0.01)
-    toy.least = 3
-
-    async def play(url: str) -> list[RequestOutcome]:
-        async with clients.client_of(url) as client:
-            return await clients.closed_loop(client, map(asked, range(20)), 3)
-
-    with listening(toy) as url:
-        found = asyncio.run(play(url))
-    assert sorted(one.request.index for one in found) == list(range(20))
-    assert toy.most == 3 and not any(one.error for one in found)
+    assert all(one.due < one.first <= one.end for one in whole)
 
 
 def test_a_server_that_is_gone_is_an_error_of_each_request():
@@ -212,21 +186,16 @@ class ToyChild:
 
 
 def measured(toys: list[ToyServer], line: str, monkeypatch) -> dict:
-    """The document over toy servers, one for each way, and again as often as --servers says."""
+    """The document over toy servers, one for each mode."""
     monkeypatch.setattr(servers, "SAMPLE_SECONDS", 0.01)
     machine = {"device_kind": "toy", "platform": "cpu", "cores": 2}
     args = args_of(line)
     with contextlib.ExitStack() as stack:
         started = [
-            Server(variant, stack.enter_context(listening(toy)), ToyChild())
-            for variant, toy in zip(variants_of(args) * args.servers, toys, strict=True)
+            Server(mode, stack.enter_context(listening(toy)), ToyChild())
+            for mode, toy in zip(variants_of(args), toys, strict=True)
         ]
-        size = len(toys) // args.servers
-        teams = [started[begin : begin + size] for begin in range(0, len(started), size)]
-        found: dict = {}
-        with contextlib.suppress(asyncio.CancelledError):
-            asyncio.run(run.measure(args, machine, teams, found))
-        return json.loads(json.dumps(found))
+        return json.loads(json.dumps(asyncio.run(run.measure(args, machine, started))))
 
 
 LINE = "--suite demo --modes plain,auto --slots 2"
@@ -234,73 +203,32 @@ LINE = "--suite demo --modes plain,auto --slots 2"
 
 def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path):
     toys = [ToyServer(seconds=0.02), ToyServer({5: "other", 6: "refuse"}, seconds=0.01)]
-    document = measured(toys, f"{LINE} --rates 60,0.5x --requests 5 --repeats 1", monkeypatch)
+    document = measured(toys, f"{LINE} --rates 90,60 --requests 5", monkeypatch)
     told = [[body for body in toy.bodies if body["seed"] < run.WARMING] for toy in toys]
     by_seed = [sorted(bodies, key=lambda body: body["seed"]) for bodies in told]
     assert by_seed[0] == by_seed[1] and len(by_seed[0]) == 10
     assert by_seed[0][0]["stream_options"] == {"include_usage": True}
-    plain, auto = document["servers"]
-    assert (plain["way"], plain["draft"], auto["draft"]) == ("plain", None, "bundled")
-    assert 0 < plain["requests_per_s"] < 2 / 0.02
-    rates = document["rates"]
-    assert [rate["requests"] for rate in rates] == [5, 5]
-    half = next(rate for rate in rates if rate["rate"] != 60)
-    assert half["rate"] == pytest.approx(plain["requests_per_s"] / 2)
-    assert half["of_capacity"] == pytest.approx(0.5)
-    first, second = (rate["ways"] for rate in rates)
-    assert [row["failed"] for row in (*first, *second)] == [0, 0, 0, 1]
-    assert second[1]["failures"] == {"429 full": 1}
-    assert [(row["compared"], row["different"]) for row in second] == [(5, []), (4, [5])]
-    assert first[0]["speedup"] == 1 and first[1]["speedup"] > 0
-    assert first[0]["in_flight"] > 0
+    rows = document["rates"]
+    assert [(row["rate"], row["mode"]) for row in rows] == [
+        (rate, mode) for rate in (60.0, 90.0) for mode in ("plain", "auto")
+    ]
+    assert [row["requests"] for row in rows] == [5] * 4
+    assert [row["failed"] for row in rows] == [0, 0, 0, 1]
+    assert rows[3]["failures"] == {'429 {"error": {"message": "full"}}': 1}
+    assert [(row["compared"], row["different"]) for row in rows[2:]] == [(5, []), (4, [5])]
+    assert rows[0]["speedup"] == 1 and rows[1]["speedup"] > 0
     assert document["settings"]["dtype"] == "float32" and document["settings"]["questions"] == 12
     shown = results.render(document)
-    rows = [line for line in shown.splitlines() if line.startswith("|")]
-    assert sum(line.startswith("| ---") for line in rows) == 2 and len(rows) == 2 * 2 + 2 + 4
-    assert "1 answers DIFFER" in shown and "3/4, 1 FAILED" in shown
+    assert (
+        "| 60.00 | plain |" in shown and "4/5, 1 FAILED" not in shown and "3/4, 1 FAILED" in shown
+    )
+    assert "1 answers DIFFER" in shown
     results.plot(document, tmp_path / "figure.svg")
     assert (tmp_path / "figure.svg").read_text().count("<path") > 20
     assert [path.name for path in tmp_path.iterdir()] == ["figure.svg"]
 
 
-def test_a_cut_run_has_the_rates_so_far(monkeypatch):
-    play, left = run._play, iter(range(3))
-
-    async def cut(server, batch, *arguments):
-        if batch[0].index < run.WARMING and next(left, None) is None:
-            raise asyncio.CancelledError
-        return await play(server, batch, *arguments)
-
-    monkeypatch.setattr(run, "_play", cut)
-    toys = [ToyServer(), ToyServer()]
-    document = measured(toys, f"{LINE} --rates 50,60 --requests 3 --repeats 1", monkeypatch)
-    assert [rate["rate"] for rate in document["rates"]] == [50.0]
-    mark = {"by": "SIGINT", "done": 1, "of": 2}
-    assert "CUT by SIGINT after 1 of 2 rates." in results.render(document | {"cut": mark})
-
-
-def test_servers_of_a_way_take_turns_and_are_one_row(monkeypatch):
-    """Teams take turns repeat by repeat; rates are shares of the mean of plain's servers."""
-    toys, known = [ToyServer(seconds=0.01) for _ in range(4)], iter((40.0, 50.0, 60.0, 70.0))
-
-    async def warm_up(*_):
-        return [each := next(known), 100 * each]
-
-    monkeypatch.setattr(run, "_warm_up", warm_up)
-    line = f"{LINE} --rates 60,0.5x --requests 3 --repeats 4 --servers 2"
-    document = measured(toys, line, monkeypatch)
-    told = [{body["seed"] for body in toy.bodies if body["seed"] < run.WARMING} for toy in toys]
-    assert told[0] == told[1] == {i for i in range(24) if i % 12 < 6}
-    assert told[2] == told[3] == {i for i in range(24) if i % 12 >= 6}
-    plain, auto = document["servers"]
-    assert (plain["requests_per_s"], auto["requests_per_s"]) == (50, 60)
-    assert (plain["each_tokens_per_s"], auto["each_tokens_per_s"]) == ([4000, 6000], [5000, 7000])
-    half, _ = document["rates"]
-    assert half["rate"] == 25 and [row["requests"] for row in half["ways"]] == [12, 12]
-    assert "| 5000 | 4000, 6000 |" in results.render(document)
-
-
-def test_each_team_has_a_server_of_every_way(monkeypatch):
+def test_each_mode_has_a_server(monkeypatch):
     class Starting(contextlib.nullcontext, ToyChild):
         def __init__(self, program, flags, folder, env, of):
             self.env, self.url = env, f"http://{folder.name}/v1"
@@ -311,11 +239,10 @@ def test_each_team_has_a_server_of_every_way(monkeypatch):
 
     monkeypatch.setattr(servers, "Child", Starting)
     monkeypatch.delenv(servers.MEMORY_FRACTION, raising=False)
-    with servers.serving(variants_of(args_of("--modes plain,auto")), 2) as teams:
-        assert [[each.variant.label for each in team] for team in teams] == [["plain", "auto"]] * 2
-        started = list(chain(*teams))
-        assert [each.url for each in started] == ["http://0", "http://1", "http://2", "http://3"]
-        assert {each.child.env[servers.MEMORY_FRACTION] for each in started} == {"0.225"}
+    with servers.serving(variants_of(args_of("--modes plain,auto"))) as started:
+        assert [each.mode for each in started] == ["plain", "auto"]
+        assert [each.url for each in started] == ["http://plain", "http://auto"]
+        assert {each.child.env[servers.MEMORY_FRACTION] for each in started} == {"0.450"}
 
 
 def test_what_is_measured_beside_a_compiler_is_told(monkeypatch):
@@ -325,73 +252,40 @@ def test_what_is_measured_beside_a_compiler_is_told(monkeypatch):
     for toy in toys:
         warming = [body["seed"] for body in toy.bodies if run.WARMING <= body["seed"]]
         seeds = [body["seed"] for body in toy.bodies if body["seed"] < run.WARMING]
-        assert sorted(seeds) == list(range(8))  # two repeats
-        assert min(warming) == run.WARMING
-    (rate,) = document["rates"]
-    assert [(row["requests"], row["compiled"]) for row in rate["ways"]] == [(8, 0), (8, 0)]
+        assert sorted(seeds) == list(range(4)) and min(warming) == run.WARMING
+    assert [(row["requests"], row["compiled"]) for row in document["rates"]] == [(4, 0), (4, 0)]
     assert "WERE COMPILED" not in results.render(document)
     toys = [ToyServer(), ToyServer()]
     toys[0].compiling = {0}
-    line = f"{LINE} --rates 60 --requests 1 --repeats 1"
+    line = f"{LINE} --rates 60 --requests 1"
     assert "1 programs WERE COMPILED" in results.render(measured(toys, line, monkeypatch))
 
 
 def test_warming_ends_when_nothing_is_compiled_any_more(monkeypatch):
-    """Each number of clients asks until a program is long past, and the next one begins."""
-    toy, asks = ToyServer(), run.LEAST_WARMING
-    toy.compiling = {run.WARMING + 3, run.WARMING + 2 * asks + 3}
-    measured([toy, ToyServer()], f"{LINE} --rates 60 --requests 1 --repeats 1", monkeypatch)
+    """One request, two and four at once, each number until a pass compiles nothing."""
+    toy = ToyServer()
+    toy.compiling = {run.WARMING, run.WARMING + 1, run.WARMING + 4}
+    measured([toy, ToyServer()], f"{LINE} --rates 60 --requests 1", monkeypatch)
     warming = [body["seed"] for body in toy.bodies if run.WARMING <= body["seed"] < 2 * run.WARMING]
-    passes = 3 + 2 * run.QUIET_WARMINGS  # with a program, none, a program; then none, twice
-    assert sorted(warming) == [run.WARMING + i for i in range(passes * asks)]
+    # one: with a program, with a program, none; two: with a program, none; four: none
+    assert sorted(warming) == [run.WARMING + i for i in range(3 * 1 + 2 * 2 + 4)]
 
 
-def test_clients_ask_again_once_they_are_answered(monkeypatch, tmp_path):
-    """As many at a time as there are; their rows come first, and no rate is theirs."""
-    toys = [ToyServer(seconds=0.05), ToyServer(seconds=0.05)]
-    document = measured(toys, f"{LINE} --rates 60,2c,1c --requests 4 --repeats 2", monkeypatch)
-    facts = [(rate["rate"], rate["clients"], rate["requests"]) for rate in document["rates"]]
-    assert facts == [(None, 1, 8), (None, 2, 8), (60, None, 8)]
-    alone, two, _ = (rate["ways"][1] for rate in document["rates"])
-    at_once = lambda *seeds: {toys[1].at_once[seed] for seed in seeds}
-    assert at_once(0, 1, 2, 3, 12, 13, 14, 15) == {1}
-    assert at_once(4, 5, 6, 7, 16, 17, 18, 19) == {1, 2}
-    assert alone["compared"] == two["compared"] == 8
-    told = [body["seed"] for body in toys[1].bodies if body["seed"] < run.WARMING]
-    assert sorted(told) == list(range(24))
-    shown = results.render(document)
-    assert "| 1 client | plain" in shown and "| 2 clients | plain" in shown
-    results.plot(document, tmp_path / "figure.svg")
-    document = measured(toys, f"{LINE} --rates 2c --repeats 1", monkeypatch)
-    assert document["rates"][0]["requests"] == 24  # twelve each
-
-
-def test_without_plain_nothing_is_faster_than_it(monkeypatch, tmp_path):
-    line = "--suite demo --modes chain,auto --slots 2 --rates 50 --requests 3 --repeats 1"
-    document = measured([ToyServer(), ToyServer({1: "other"})], line, monkeypatch)
-    rows = document["rates"][0]["ways"]
-    assert [row["speedup"] for row in rows] == [None, None]
-    assert [(row["compared"], row["different"]) for row in rows] == [(3, []), (3, [1])]
-    assert document["rates"][0]["of_capacity"] is None
-    results.plot(document, tmp_path / "figure.png")
-
-
-def test_a_way_that_does_not_answer_is_told_before_measuring(monkeypatch):
+def test_a_mode_that_does_not_answer_is_told_before_measuring(monkeypatch):
     class Refusing(ToyServer):
         async def _answer(self, writer, body) -> None:
             self._reply(writer, b'{"error": {"message": "no chat template"}}', "400 Bad Request")
 
-    with pytest.raises(InputError, match="server of plain does not answer: 400 no chat template"):
+    with pytest.raises(InputError, match="server of plain does not answer: 400 .*no chat template"):
         measured([Refusing(), ToyServer()], f"{LINE} --requests 2", monkeypatch)
 
 
 def test_a_server_that_ends_is_named_with_its_last_line():
     with listening(ToyServer()) as url:
         pass
-    (plain, _) = variants_of(args_of(LINE))
-    server = Server(plain, url, ToyChild("killed by nobody"))
+    server = Server("plain", url, ToyChild("killed by nobody"))
     with pytest.raises(InputError, match="server of plain ended with code 1: killed by nobody"):
-        asyncio.run(run._play(server, [asked(0)], [0.0], None))
+        asyncio.run(run._play(server, [asked(0)], [0.0]))
 
 
 # ---- processes ----------------------------------------------------------------------------
@@ -444,15 +338,14 @@ def test_sigterm_unwinds():
 def test_a_run_with_the_bundled_pair(tmp_path, capfd):
     plot = tmp_path / "figure.png"
     line = "--serve --suite demo --modes plain,chain --slots 1 --max-tokens 128 "
-    line += "--max-new-tokens 16 --rates 0.5x,2x --requests 6 --repeats 1 "
+    line += "--max-new-tokens 16 --rates 4 --requests 6 "
     assert bench.main([*line.split(), "--json", "--plot", str(plot)]) == 0
     document = json.loads(capfd.readouterr().out)
     assert "| chain |" in results.render(document) and plot.stat().st_size > 10_000
-    for rate in document["rates"]:
-        for row in rate["ways"]:
-            assert (row["requests"], row["failed"], row["different"]) == (6, 0, [])
-            assert row["compared"] == 6 and row["tokens_per_s"] > 0
-            assert row["tau"] == 1 if row["way"] == "plain" else row["tau"] > 1.3
+    for row in document["rates"]:
+        assert (row["requests"], row["failed"], row["different"]) == (6, 0, [])
+        assert row["compared"] == 6 and row["tokens_per_s"] > 0
+        assert row["tau"] == 1 if row["mode"] == "plain" else row["tau"] > 1.3
     assert document["machine"]["platform"] == "cpu"
 
 

@@ -1,43 +1,39 @@
-"""Requests from question sets, and two kinds of load: open loop and closed loop."""
+"""Requests from question sets, sent to a server at given times."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 import httpx
 
-from infer.bench.suites import FILE, PAPER, load_suite
+from infer.bench.suites import load_suite
 from infer.cli.flags.pair import DEMO
 from infer.cli.flags.prompts import asking, tokenizer_of
-from moa_jax.data.sources import locate
 from moa_jax.errors import InputError
 from moa_jax.files.model_folder import find_folder
 
 TIMEOUTS = httpx.Timeout(30.0, read=600.0, pool=None)  # seconds; requests may wait for a slot
-NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+NO_LIMITS = httpx.StopConditions(max_connections=None, max_keepalive_connections=None)
 
 
 class SampleRequest(NamedTuple):
     """One request, identical for every server."""
 
     index: int  # over all requests; determines the seed
-    set: str
     body: dict[str, Any]
 
 
 class RequestOutcome(NamedTuple):
     """The result of one request; times are seconds of `time.perf_counter`."""
 
-    request: SampleRequest
+    index: int  # of the request
     due: float  # scheduled arrival; latency starts here, so a late client hides no delay
-    sent: float
     first: float | None  # arrival of the first token
     end: float
     tokens: int
@@ -46,35 +42,34 @@ class RequestOutcome(NamedTuple):
 
 
 class Requests:
-    """An endless stream of requests; --seed determines the order of the questions."""
+    """Requests with the questions of a suite, whose order --seed determines."""
 
     def __init__(self, args: argparse.Namespace, max_tokens: int) -> None:
         """Skips questions whose prompt and longest answer exceed `max_tokens` together.
 
         Raises InputError for a suite that cannot be read or that has no fitting question.
         """
-        self._args, self.suite = args, args.suite or default_suite()
+        self._args = args
         tokenizer = tokenizer_of(find_folder(args.target or DEMO / "target", weights=False))
-        found = [(each.set, each.turns[0]) for each in load_suite(self.suite)]
+        found = [each.turns[0] for each in load_suite(args.suite)]
         longest = max_tokens - args.max_new_tokens
-        self._questions = [each for each in found if len(asking(each[1], tokenizer)) <= longest]
+        self._questions = [each for each in found if len(asking(each, tokenizer)) <= longest]
         self.count = len(self._questions)
         self.left_out = len(found) - self.count
         if not self.count:
             raise InputError(
-                f"--max-new-tokens {args.max_new_tokens}: no question of {self.suite} leaves room "
+                f"--max-new-tokens {args.max_new_tokens}: no question of {args.suite} leaves room "
                 f"for such an answer in {max_tokens} tokens; lower it"
             )
         random.Random(args.seed).shuffle(self._questions)
 
-    def from_(self, begin: int) -> Iterator[SampleRequest]:
-        """Yields all requests from index `begin` on."""
-        return map(self._request, itertools.count(begin))
+    def batch(self, begin: int, count: int) -> list[SampleRequest]:
+        """`count` requests from index `begin` on; questions repeat."""
+        return [self._request(index) for index in range(begin, begin + count)]
 
     def _request(self, index: int) -> SampleRequest:
-        name, text = self._questions[index % self.count]
         body = {
-            "messages": [{"role": "user", "content": text}],
+            "messages": [{"role": "user", "content": self._questions[index % self.count]}],
             "max_tokens": self._args.max_new_tokens,
             "temperature": self._args.temperature,
             "seed": self._args.seed + index,
@@ -82,16 +77,7 @@ class Requests:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        return SampleRequest(index, name, body)
-
-
-def default_suite() -> str:
-    """The paper's six sets if the data folder has all six, else the bundled questions."""
-    try:
-        found = all((locate("data:") / "specbench" / name / FILE).exists() for name in PAPER)
-    except InputError:
-        found = False
-    return "paper" if found else "demo"
+        return SampleRequest(index, body)
 
 
 def client_of(url: str) -> httpx.AsyncClient:
@@ -112,23 +98,9 @@ async def open_loop(
     return await asyncio.gather(*map(one, requests, times))
 
 
-async def closed_loop(
-    client: httpx.AsyncClient, requests: Iterable[SampleRequest], num_clients: int
-) -> list[RequestOutcome]:
-    """Keeps `num_clients` requests running: a client sends its next request after an answer."""
-    shared, found = iter(requests), []
-
-    async def one() -> None:
-        for request in shared:
-            found.append(await send(client, request, time.perf_counter()))
-
-    await asyncio.gather(*(one() for _ in range(num_clients)))
-    return found
-
-
 async def send(client: httpx.AsyncClient, request: SampleRequest, due: float) -> RequestOutcome:
     """Sends one request and reads its stream; failures are recorded in `error`."""
-    sent, first, tokens, texts, error, finish = time.perf_counter(), None, 0, [], "", None
+    first, tokens, texts, error, finish = None, 0, [], "", None
     try:
         async for event in _events(client, request.body):
             tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
@@ -144,7 +116,7 @@ async def send(client: httpx.AsyncClient, request: SampleRequest, due: float) ->
     except (httpx.HTTPError, httpx.StreamError, ValueError, LookupError, TypeError) as fault:
         error = type(fault).__name__
     end = time.perf_counter()
-    return RequestOutcome(request, due, sent, first, end, tokens, "".join(texts), error)
+    return RequestOutcome(request.index, due, first, end, tokens, "".join(texts), error)
 
 
 async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -152,11 +124,7 @@ async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncItera
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             text = (await response.aread()).decode(errors="replace")
-            try:
-                text = json.loads(text)["error"]["message"]
-            except (ValueError, KeyError, TypeError):
-                text = text[:100]
-            raise InputError(f"{response.status_code} {text}")
+            raise InputError(f"{response.status_code} {text[:200]}")
         async for line in response.aiter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
                 event = json.loads(line.removeprefix("data: "))
