@@ -133,12 +133,8 @@ def test_lanes_repeat_with_their_seed():
     assert draws(1, "up") != draws(2, "up")
 
 
-def test_profiles_are_named_and_checked():
+def test_profiles_are_named():
     assert all(name == profile.name for name, profile in PROFILES.items())
-    assert PROFILES["wired"].round_trip_ms == 9.0
-    for wrong in ({"loss": 1.5}, {"delay_ms": -1.0}, {"rate_mbit": 0.0}):
-        with pytest.raises(ValueError, match="wrong"):
-            Profile("wrong", **wrong)
 
 
 # The proxy.

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from infer.bench.network import PROFILES
-from infer.cli.flags.pair import DEFAULT_TREE, DEMO, MODEL, add_pair_flag, add_weights_flag
-from infer.cli.program import Parser, names, positive, whole
+from infer.cli.flags.pair import DEFAULT_TREE, MODEL, add_pair_flag, add_weights_flag
+from infer.cli.program import Parser, names, positive
 from infer.split_client.flags import add_pace_flags, add_row_flags
 from moa_jax.errors import InputError
 
-MODES = ("stream", "plain", "chain", "tree", "offline")
-DRAFTING = ("chain", "tree", "offline")
+MODES = ("stream", "plain", "chain", "tree")
+DRAFTING = ("chain", "tree")
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
@@ -22,8 +21,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     add = group.add_argument
     add_pair_flag(parser, group)
     add("--target", metavar=MODEL, help="default: the bundled target")
-    drafts = {"action": "append", "metavar": "NAME=DIR_OR_HUB_ID"}
-    add("--draft", **drafts, help="repeat for several; default: the bundled drafter")
+    add("--draft", metavar="DIR_OR_HUB_ID", help="default: the bundled drafter")
     add("--dtype", choices=("float32", "bfloat16"), help="default: by hardware")
     add_weights_flag(group)
     add = parser.add_argument_group("prompts and answers").add_argument
@@ -31,8 +29,8 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     add("--prompts", type=positive, default=8, metavar="K", help="number of prompts")
     add("--max-new-tokens", type=positive, default=64, help="tokens of each answer")
     group = parser.add_argument_group("ways of answering")
-    about = f"of {', '.join(MODES)}; {', '.join(DRAFTING)} with each drafter"
-    group.add_argument("--modes", type=names, default="stream,plain,chain,offline", help=about)
+    about = f"of {', '.join(MODES)}"
+    group.add_argument("--modes", type=names, default="stream,plain,chain", help=about)
     tree = (DEFAULT_TREE.depth, DEFAULT_TREE.breadth, DEFAULT_TREE.total_tokens)
     about = "depth, breadth, total tokens"
     group.add_argument("--tree", type=positives, default=tree, metavar="D,B,T", help=about)
@@ -41,9 +39,6 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     add = parser.add_argument_group("networks").add_argument
     add("--profiles", type=names, default=",".join(PROFILES), help=f"of {', '.join(PROFILES)}")
     add("--seed", type=int, default=0, help="of losses and delays")
-    about = "cut the link for good after these numbers of tokens; the drafter then writes "
-    about += "--max-new-tokens more alone; default: none"
-    add("--outages", type=wholes, default=(), metavar="0,16,64", help=about)
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="one JSON document on stdout")
     return parser
@@ -54,25 +49,13 @@ def positives(text: str) -> tuple[int, ...]:
     return tuple(map(positive, names(text)))
 
 
-def wholes(text: str) -> tuple[int, ...]:
-    """Flag type: integers >= 0, separated by commas."""
-    return tuple(map(whole, names(text)))
-
-
 def check(args: argparse.Namespace) -> None:
     """Raises InputError for contradicting values, before any model is loaded."""
     for flag, given, known in (("modes", args.modes, MODES), ("profiles", args.profiles, PROFILES)):
         if not given or set(given) - set(known):
             raise InputError(f"--{flag} {','.join(given)}; choose from {', '.join(known)}")
+    args.modes = list(dict.fromkeys(args.modes))
     if len(args.tree) != 3 or args.tree[0] < 2:
         raise InputError("--tree takes depth (2 or more), breadth and total tokens: 7,8,62")
     if args.target is not None and args.draft is None:
-        raise InputError("--target without --draft; name its drafters")
-    if len(dict(named(args))) < len(named(args)):
-        raise InputError("--draft: two drafters have one name; give each as NAME=DIR")
-
-
-def named(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """Name and path of every drafter."""
-    parts = [text.rpartition("=") for text in args.draft or [f"bundled={DEMO / 'draft'}"]]
-    return [(name or Path(path).name, path) for name, _, path in parts]
+        raise InputError("--target without --draft; name its drafter")

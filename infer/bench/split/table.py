@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infer.bench.tables import cut_line, percent, precision, short, table_of
+from infer.bench.tables import precision, short, table_of
 
 COLUMNS = {  # column head -> key of a mode's row
     "tokens/s": "tokens_per_s",
@@ -22,43 +22,26 @@ COLUMNS = {  # column head -> key of a mode's row
 
 
 def render(document: dict[str, Any]) -> str:
-    """The table of networks, the table of drafting without a link, and the settings."""
+    """The table of networks and the settings."""
     settings, machine = document["settings"], document["machine"]
     profiles, count = document["profiles"], len(document["differences"])
-    alone = [row | {"after": "never linked"} for row in document["offline"]] + document["outages"]
     parts = [
-        cut_line(document, "networks"),
         f"{settings['prompts']} prompts of the suite {settings['suite']}, answers of "
         f"{settings['max_new_tokens']} tokens, {precision(settings)}, rows in {settings['codec']}; "
         f"drafting slowed down {settings['client_slowdown']:g} times; {machine['device_kind']}, "
         f"{machine['cores']} cores for client and server together; medians (quartiles) and means. "
         f"Local plain decoding: {short(document['local_plain_tokens_per_s'])} tokens/s.",
-        table_of([_way(profile, row) for profile in profiles for row in profile["ways"]]),
-        table_of([_alone(row) for row in alone]),
+        table_of([_mode(profile, row) for profile in profiles for row in profile["modes"]]),
         f"{count} answers DIFFER from local plain decoding." if count else "",
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def _way(profile: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
+def _mode(profile: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
     cells = {head: short(row[key]) for head, key in COLUMNS.items()}
     if row["tokens_per_s_quartiles"]:
         cells["tokens/s"] += f" ({' to '.join(map(short, row['tokens_per_s_quartiles']))})"
-    drops = f", {row['drops']} drops" if row["drops"] else ""
-    same = f"{row['same_as_plain']}/{row['answers']}{drops}"
     network = f"{profile['profile']}: {profile['delay_ms']:g} +- {profile['jitter_ms']:g} ms, "
     network += f"{100 * profile['loss']:g} % loss, {profile['rate_mbit'] or 'any'} Mbit/s"
-    return {"network, one way": network, "way": row["way"], **cells, "same text": same}
-
-
-def _alone(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "link cut after": row["after"],
-        "drafter": row["draft"],
-        "tokens alone": short(row["tokens"]),
-        "as the target's text": percent(row["agreement"]),
-        "first other token": short(row["first_disagreement"]),
-        "the target would choose": percent(row["chosen_by_target"]),
-        "log-likelihood": short(row["log_likelihood"]),
-        "target's own": short(row["own_log_likelihood"]),
-    }
+    same = f"{row['same_as_plain']}/{row['answers']}"
+    return {"network, one way": network, "mode": row["mode"], **cells, "same text": same}
