@@ -4,7 +4,7 @@ import pytest
 
 from infer import bench
 from infer.bench.serving import results, servers
-from infer.bench.serving.clients import RequestOutcome, Requests
+from infer.bench.serving.clients import RequestOutcome, questions_of, requests_of
 from infer.bench.serving.flags import check, parser_of, variants_of
 from infer.cli import program
 from infer.openai.metrics import ServingMetrics
@@ -73,23 +73,21 @@ def test_each_mode_has_a_server_with_its_flags():
 
 def test_requests_go_on_with_other_questions():
     args = args_of("--requests 5 --suite demo --temperature 0.5 --seed 7")
-    source = Requests(args, MOST_TOKENS)
-    first, second = source.batch(0, 5), source.batch(5, 5)
-    assert [each.index for each in (*first, *second)] == list(range(10))
-    assert [each.body["seed"] for each in first[:3]] == [7, 8, 9]
-    texts = {each.body["messages"][0]["content"] for each in (*first, *second)}
-    assert len(texts) == 10
-    assert Requests(args, MOST_TOKENS).batch(0, 5) == first
+    questions = questions_of(args, MOST_TOKENS)
+    first, second = (requests_of(args, questions, begin, 5) for begin in (0, 5))
+    assert [body["seed"] for body in (*first, *second)] == list(range(7, 17))
+    assert len({body["messages"][0]["content"] for body in (*first, *second)}) == 10
+    assert questions_of(args, MOST_TOKENS) == questions and len(questions) == 12
 
 
 def test_questions_that_are_too_long_are_left_out():
     args = args_of("--suite demo --max-new-tokens 100")
-    few = Requests(args, 136)
-    assert few.count + few.left_out == 12 and 0 < few.count < 12
-    texts = {each.body["messages"][0]["content"] for each in few.batch(0, 99)}
-    assert len(texts) == few.count
+    few = questions_of(args, 136)
+    assert 0 < len(few) < 12
+    texts = {body["messages"][0]["content"] for body in requests_of(args, few, 0, 99)}
+    assert texts == set(few)
     with pytest.raises(InputError, match="--max-new-tokens 100: no question of demo"):
-        Requests(args, 101)
+        questions_of(args, 101)
 
 
 # ---- figures ------------------------------------------------------------------------------

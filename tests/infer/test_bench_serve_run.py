@@ -12,7 +12,7 @@ import pytest
 
 from infer import bench
 from infer.bench.serving import clients, results, run, servers
-from infer.bench.serving.clients import RequestOutcome, SampleRequest
+from infer.bench.serving.clients import RequestOutcome
 from infer.bench.serving.flags import variants_of
 from infer.bench.serving.servers import Server
 from infer.openai.metrics import ServingMetrics
@@ -127,8 +127,8 @@ def listening(toy: ToyServer):
         loop.close()
 
 
-def asked(index: int) -> SampleRequest:
-    return SampleRequest(index, {"messages": [{"content": f"text {index}"}], "seed": index})
+def asked(index: int) -> dict:
+    return {"messages": [{"content": f"text {index}"}], "seed": index}
 
 
 def test_clients_come_at_their_times_and_tell_what_failed():

@@ -22,17 +22,10 @@ TIMEOUTS = httpx.Timeout(30.0, read=600.0, pool=None)  # seconds; requests may w
 NO_LIMITS = httpx.StopConditions(max_connections=None, max_keepalive_connections=None)
 
 
-class SampleRequest(NamedTuple):
-    """One request, identical for every server."""
-
-    index: int  # over all requests; determines the seed
-    body: dict[str, Any]
-
-
 class RequestOutcome(NamedTuple):
     """The result of one request; times are seconds of `time.perf_counter`."""
 
-    index: int  # of the request
+    seed: int  # of the request, by which servers are compared
     due: float  # scheduled arrival; latency starts here, so a late client hides no delay
     first: float | None  # arrival of the first token
     end: float
@@ -41,43 +34,40 @@ class RequestOutcome(NamedTuple):
     error: str  # "" for a complete answer
 
 
-class Requests:
-    """Requests with the questions of a suite, whose order --seed determines."""
+def questions_of(args: argparse.Namespace, max_tokens: int) -> list[str]:
+    """The questions of --suite that fit into `max_tokens` with their answers, shuffled by --seed.
 
-    def __init__(self, args: argparse.Namespace, max_tokens: int) -> None:
-        """Skips questions whose prompt and longest answer exceed `max_tokens` together.
+    Raises InputError for a suite that cannot be read or that has no fitting question.
+    """
+    tokenizer = tokenizer_of(find_folder(args.target or DEMO / "target", weights=False))
+    longest = max_tokens - args.max_new_tokens
+    texts = [each.turns[0] for each in load_suite(args.suite)]
+    found = [text for text in texts if len(asking(text, tokenizer)) <= longest]
+    if not found:
+        raise InputError(
+            f"--max-new-tokens {args.max_new_tokens}: no question of {args.suite} leaves room "
+            f"for such an answer in {max_tokens} tokens; lower it"
+        )
+    random.Random(args.seed).shuffle(found)
+    return found
 
-        Raises InputError for a suite that cannot be read or that has no fitting question.
-        """
-        self._args = args
-        tokenizer = tokenizer_of(find_folder(args.target or DEMO / "target", weights=False))
-        found = [each.turns[0] for each in load_suite(args.suite)]
-        longest = max_tokens - args.max_new_tokens
-        self._questions = [each for each in found if len(asking(each, tokenizer)) <= longest]
-        self.count = len(self._questions)
-        self.left_out = len(found) - self.count
-        if not self.count:
-            raise InputError(
-                f"--max-new-tokens {args.max_new_tokens}: no question of {args.suite} leaves room "
-                f"for such an answer in {max_tokens} tokens; lower it"
-            )
-        random.Random(args.seed).shuffle(self._questions)
 
-    def batch(self, begin: int, count: int) -> list[SampleRequest]:
-        """`count` requests from index `begin` on; questions repeat."""
-        return [self._request(index) for index in range(begin, begin + count)]
-
-    def _request(self, index: int) -> SampleRequest:
-        body = {
-            "messages": [{"role": "user", "content": self._questions[index % self.count]}],
-            "max_tokens": self._args.max_new_tokens,
-            "temperature": self._args.temperature,
-            "seed": self._args.seed + index,
-            "ignore_eos": self._args.ignore_stop,
+def requests_of(
+    args: argparse.Namespace, questions: Sequence[str], begin: int, count: int
+) -> list[dict[str, Any]]:
+    """The bodies of `count` requests from index `begin` on, identical for every server."""
+    return [
+        {
+            "messages": [{"role": "user", "content": questions[index % len(questions)]}],
+            "max_tokens": args.max_new_tokens,
+            "temperature": args.temperature,
+            "seed": args.seed + index,
+            "ignore_eos": args.ignore_stop,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        return SampleRequest(index, body)
+        for index in range(begin, begin + count)
+    ]
 
 
 def client_of(url: str) -> httpx.AsyncClient:
@@ -86,23 +76,23 @@ def client_of(url: str) -> httpx.AsyncClient:
 
 
 async def open_loop(
-    client: httpx.AsyncClient, requests: Sequence[SampleRequest], times: Sequence[float]
+    client: httpx.AsyncClient, requests: Sequence[dict[str, Any]], times: Sequence[float]
 ) -> list[RequestOutcome]:
     """Sends every request at its time (seconds from now), independent of the server."""
     began = time.perf_counter()
 
-    async def one(request: SampleRequest, after: float) -> RequestOutcome:
+    async def one(request: dict[str, Any], after: float) -> RequestOutcome:
         await asyncio.sleep(began + after - time.perf_counter())
         return await send(client, request, began + after)
 
     return await asyncio.gather(*map(one, requests, times))
 
 
-async def send(client: httpx.AsyncClient, request: SampleRequest, due: float) -> RequestOutcome:
+async def send(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> RequestOutcome:
     """Sends one request and reads its stream; failures are recorded in `error`."""
     first, tokens, texts, error, finish = None, 0, [], "", None
     try:
-        async for event in _events(client, request.body):
+        async for event in _events(client, body):
             tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
             for choice in event["choices"]:
                 finish = choice["finish_reason"] or finish
@@ -116,7 +106,7 @@ async def send(client: httpx.AsyncClient, request: SampleRequest, due: float) ->
     except (httpx.HTTPError, httpx.StreamError, ValueError, LookupError, TypeError) as fault:
         error = type(fault).__name__
     end = time.perf_counter()
-    return RequestOutcome(request.index, due, first, end, tokens, "".join(texts), error)
+    return RequestOutcome(body["seed"], due, first, end, tokens, "".join(texts), error)
 
 
 async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

@@ -50,17 +50,17 @@ def speedup(ours: Outcomes, plain: Outcomes) -> float | None:
 
 
 def differences(ours: Outcomes, others: Outcomes) -> dict[str, Any]:
-    """The number of answer pairs, and the indices of requests with different answers."""
+    """The number of answer pairs, and the seeds of requests with different answers."""
     pairs = pairs_of(ours, others)
-    wrong = [a.index for a, b in pairs if (a.text, a.tokens) != (b.text, b.tokens)]
+    wrong = [a.seed for a, b in pairs if (a.text, a.tokens) != (b.text, b.tokens)]
     return {"compared": len(pairs), "different": wrong}
 
 
 def pairs_of(ours: Outcomes, others: Outcomes) -> list[tuple[RequestOutcome, RequestOutcome]]:
     """Pairs of outcomes of the same request, if both answers are complete."""
-    known = {each.index: each for each in others if not each.error}
+    known = {each.seed: each for each in others if not each.error}
     whole = (each for each in ours if not each.error)
-    return [(each, known[each.index]) for each in whole if each.index in known]
+    return [(each, known[each.seed]) for each in whole if each.seed in known]
 
 
 # ---- tables and plot ----------------------------------------------------------------------
@@ -91,14 +91,14 @@ COLUMNS: dict[str, TableColumn] = {
 
 def render(document: Row) -> str:
     """All tables and the settings in Markdown."""
-    settings, machine = document["settings"], document["machine"]
     rows = document["rates"]
     compiled = sum(row["compiled"] for row in rows)
     different = sum(len(row["different"]) for row in rows)
+    text = "{questions} questions of the suite {suite}, {max_new_tokens} tokens at most, "
+    text += "temperature {temperature:g}, {dtype}, {slots} slots, {device_kind}, {cores} cores "
+    text += "for servers and clients together"
     parts = [
-        "{questions} questions of the suite {suite} ({left_out} too long), {max_new_tokens} tokens "
-        "at most, temperature {temperature:g}, {dtype}, {slots} slots, ".format_map(settings)
-        + "{device_kind}, {cores} cores for servers and clients together".format_map(machine),
+        text.format_map(document["settings"] | document["machine"]),
         table_of(rows, COLUMNS),
         f"{compiled} programs WERE COMPILED while this was measured." if compiled else "",
         f"{different} answers DIFFER from those of plain decoding." if different else "",

@@ -27,7 +27,7 @@ import httpx
 from infer.bench.arrivals import arrivals
 from infer.bench.candidates import PLAIN
 from infer.bench.serving import clients, results
-from infer.bench.serving.clients import RequestOutcome, Requests, SampleRequest
+from infer.bench.serving.clients import RequestOutcome, questions_of, requests_of
 from infer.bench.serving.flags import check, parser_of, variants_of
 from infer.bench.serving.servers import PROGRAMS, Server, parse, serving, summarise_counters
 from infer.cli.program import progress
@@ -66,32 +66,32 @@ async def measure(
     """The complete document; `rates` has a row per rate and mode."""
     async with clients.client_of(servers[0].url) as client:
         (card,) = (await client.get("/v1/models")).json()["data"]
-    requests = Requests(args, card["max_model_len"])
+    questions = questions_of(args, card["max_model_len"])
     for server in servers:
-        await _warm_up(server, requests, args.slots)
+        await _warm_up(server, args, questions)
     rows = []
     with progress(len(args.rates) * len(servers), "runs") as bar:
         for index, rate in enumerate(args.rates):
             begin = index * args.requests
             times = arrivals(args.requests, rate, args.seed + begin)
-            batch, played = requests.batch(begin, args.requests), {}
+            batch, played = requests_of(args, questions, begin, args.requests), {}
             for server in rotated(servers, index):
                 played[server.mode] = await _play(server, batch, times)
                 bar.step()
             rows += [{"rate": rate} | _row(server.mode, played) for server in servers]
     dtype = args.dtype or ("float32" if machine["platform"] == "cpu" else "bfloat16")
-    about = {"model": card["id"], "dtype": dtype}
-    about |= {"questions": requests.count, "left_out": requests.left_out}
+    about = {"model": card["id"], "dtype": dtype, "questions": len(questions)}
     return {"settings": vars(args) | about, "machine": machine, "rates": rows}
 
 
-async def _warm_up(server: Server, requests: Requests, slots: int) -> None:
+async def _warm_up(server: Server, args: argparse.Namespace, questions: list[str]) -> None:
     """Sends 1, 2, 4 ... requests at once, each number until a pass compiles nothing."""
     print(f"{server.mode}: warming up", file=sys.stderr)
     begin = WARMING
-    for count in (*(1 << power for power in range(slots.bit_length())), 2 * slots):
+    for count in (*(1 << power for power in range(args.slots.bit_length())), 2 * args.slots):
         for _ in range(MOST_WARMINGS):
-            played = await _play(server, requests.batch(begin, count), [0.0] * count)
+            batch = requests_of(args, questions, begin, count)
+            played = await _play(server, batch, [0.0] * count)
             if errors := [each.error for each in played.outcomes if each.error]:
                 raise InputError(f"{server.child.name} does not answer: {errors[0]}")
             begin += count
@@ -99,7 +99,7 @@ async def _warm_up(server: Server, requests: Requests, slots: int) -> None:
                 break
 
 
-async def _play(server: Server, batch: Sequence[SampleRequest], times: Sequence[float]) -> Played:
+async def _play(server: Server, batch: Sequence[dict[str, Any]], times: Sequence[float]) -> Played:
     """Sends requests at `times`, and waits for the answers and for background compiles."""
     try:
         async with clients.client_of(server.url) as client:
