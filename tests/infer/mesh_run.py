@@ -1,6 +1,6 @@
 """Programs on a mesh of two virtual devices, in one process that a test starts.
 
-python -m tests.infer.mesh_run FOLDER     with a pair, `talk.jsonl` and `chats.jsonl` in it
+python -m tests.infer.mesh_run FOLDER     with a pair and `chats.jsonl` in it
 
 Prints a JSON object: of each run its exit code, and what it wrote to stdout and stderr.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from infer import bench, client, evaluate, server
+from infer import bench, client, server
 from infer.cli.program import run
 from tests import conftest  # noqa: F401  before jax compiles
 from train import regenerate
@@ -68,15 +68,12 @@ def main() -> None:
     target = ["--target", str(folder / "target")]
     pair = [*target, "--draft", str(folder / "draft")]
     few = ["--max-new-tokens", "9"]
-    talk, chats = str(folder / "talk.jsonl"), str(folder / "chats.jsonl")
-    questions = [*pair, "--suite", talk, "--output", str(folder / "answers"), "--json", *few]
+    chats = str(folder / "chats.jsonl")
     weights = ["--weights", "int8", "--weights-cost", chats, "--repeats", "1", "--limit", "1"]
     prompts = ["--modes", "plain,chain", "--chain-depth", "3", "--prompts", chats]
     answers = ["--prompts", chats, "--output", str(folder / "new.jsonl"), "--ignore-stop"]
     found = {
         "bench": said(bench.main, *pair, *MESH, *prompts, *weights, "--json", *few),
-        "evaluate": said(evaluate.main, *questions, *MESH),
-        "evaluate on one device": said(evaluate.main, *questions),
         "regenerate": said(regenerate.main, *pair, *MESH, *answers, "--batch", "2", *few),
         "server": asked_by_a_client(folder, pair),
     }

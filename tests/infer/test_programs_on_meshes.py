@@ -22,19 +22,17 @@ from tests.train.test_regenerate import save_talkative_target
 from train import regenerate
 
 NEW = 9
-TALK = {"question_id": 1, "category": "a", "turns": ["1234567 " * 3]}
 CHAT = {"messages": [{"role": r, "content": "12345"} for r in ("user", "assistant")]}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A small random pair, a question and a conversation."""
+    """A small random pair and a conversation."""
     folder = tmp_path_factory.mktemp("pair")
     target = load_target(save_talkative_target(folder), jnp.float32)
     config = MoaConfig(2, 24, 2, 24, 2, 16)
     params = jax.jit(DRAFTERS["moa"].make(config, target.config).init)(jax.random.key(1))
     save_drafter(folder / "draft", "moa", config, params, target)
-    (folder / "talk.jsonl").write_text(json.dumps(TALK) + "\n")
     (folder / "chats.jsonl").write_text(json.dumps(CHAT) + "\n")
     return folder
 
@@ -65,16 +63,6 @@ def test_bench(told):
     assert found["weights_cost"]["tokens"] > 2 and 0 < found["weights_cost"]["mean_kl"] < 0.1
     assert not any("phases" in row for row in found["modes"])
     assert "--mesh: phases are measured on one device alone, and left out" in err.splitlines()
-
-
-@pytest.mark.slow
-def test_evaluate_mixes_no_meshes(told):
-    code, out, err = told["evaluate"]
-    assert code == 0, err
-    found = json.loads(out)
-    assert found["differences"] == [] and found["settings"]["mesh"] == {"tensor": 2}
-    code, out, err = told["evaluate on one device"]
-    assert code == BAD_INPUT and "another run, with other mesh" in err.splitlines()[-1]
 
 
 @pytest.mark.slow
