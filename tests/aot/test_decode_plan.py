@@ -58,7 +58,7 @@ def module(body: str, computations: str = "", result: str = "%w, %c, %x, %i") ->
 ENTRY %main (a: {W}, b: {C}, d: {X}, e: s32[]) -> {X} {{
   %d = {X} parameter(2), metadata={{op_name="state.tokens_BC"}}
   %a = {W} parameter(0), metadata={{op_name="weights.target[\\'lm_head\\']"}}
-  %b = {C} parameter(1), metadata={{op_name="state.now.target_caches[0].k_BKSE"}}
+  %b = {C} parameter(1), metadata={{op_name="state.round.target_caches[0].k_BKSE"}}
   %e = s32[] parameter(3), metadata={{op_name="limits.pause"}}
   %bb = {C} copy(%b)
   %start = {STATE} tuple(%a, %bb, %d, %e)

@@ -199,7 +199,7 @@ UNEVEN = 2047  # rows
 def session_rows(num_nodes: int) -> int:
     """The rows of the caches that `Session` makes."""
     draft_rows = DRAFTS[num_nodes].num_rows
-    return CacheLimits(LLAMA.max_position_embeddings, None, draft_rows).rows(PROMPT + ANSWER)
+    return CacheLimits(LLAMA.max_position_embeddings, None, draft_rows).rows_for(PROMPT + ANSWER)
 
 
 def pair_of(num_nodes: int, num_layers: int = LAYERS) -> StaticConfig:
@@ -227,7 +227,7 @@ def stacked_program(num_layers: int = 2) -> tuple[HloModule, Any]:
     def decode(params, root_11, count):
         def one(carry):
             done, token_11 = carry
-            context = llama.Context(token_11 * 0, masks.line(1))
+            context = llama.Context(token_11 * 0, masks.causal_tree(1))
             found = llama.forward(cfg, params, token_11, context)
             logits_11V = llama.unembed(params, found.hidden_BTD)
             return done + 1, jnp.argmax(logits_11V, axis=-1).astype(jnp.int32)

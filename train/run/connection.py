@@ -60,7 +60,7 @@ class EndpointClient:
         self._http = httpx.Client(
             headers={} if key is None else {"Authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(timeout_s, pool=None),
-            limits=httpx.StopConditions(max_connections=connections, keepalive_expiry=None),
+            limits=httpx.Limits(max_connections=connections, keepalive_expiry=None),
             verify=ssl.create_default_context(),  # the system's certificates
             trust_env=False,  # no proxies
         )

@@ -19,7 +19,7 @@ from moa_jax.errors import InputError
 from moa_jax.files.model_folder import find_folder
 
 TIMEOUTS = httpx.Timeout(30.0, read=600.0, pool=None)  # seconds; requests may wait for a slot
-NO_LIMITS = httpx.StopConditions(max_connections=None, max_keepalive_connections=None)
+NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
 class RequestOutcome(NamedTuple):
