@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const=ASKED,
         choices=(ASKED, BUNDLED),
-        help="then decode with and without drafts in turns for ten seconds, and say what is gained "
+        help="then decode with and without drafts in turns for ten seconds, and print the speedup "
         f"and whether the tokens are the same: of the prompts given, or with `{BUNDLED}` of the "
         "bundled questions",
     )

@@ -211,7 +211,7 @@ def main(arguments: list[str] | None = None) -> None:
     pair.add_argument("--target", metavar=MODEL, help="default: the bundled target")
     pair.add_argument("--draft", metavar="DIR", help="default: the bundled drafter")
     pair.add_argument(
-        "--load", action="store_true", help="load the target too, and say how fast that went"
+        "--load", action="store_true", help="load the target too, and print the loading speed"
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON document")

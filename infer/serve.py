@@ -161,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         "--prefix-bytes",
         type=whole,
         metavar="N",
-        help="bytes of texts that are kept for prompts that begin alike; 0 keeps none; "
+        help="size of the prefix cache in bytes; 0 keeps none; "
         "default: half of what all slots take",
     )
     return parser

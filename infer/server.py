@@ -116,7 +116,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
             "waits for the slot",
         ),
         ("--idle-seconds", connection.idle_seconds, "that a client may be silent"),
-        ("--hello-seconds", connection.hello_seconds, "until a client must have said Hello"),
+        ("--hello-seconds", connection.hello_seconds, "that a client may take to send Hello"),
         ("--send-seconds", connection.send_seconds, "that a client may take to accept a message"),
         ("--drain-seconds", DRAIN_SECONDS, "that running sessions have left after SIGTERM"),
         ("--max-requests-per-second", connection.max_requests_per_second, "of one connection"),
@@ -217,7 +217,7 @@ async def _serve(
         server.app,
         ("ws", PATH),
         functools.partial(server.drain, args.drain_seconds),
-        behind=compiling,  # a signal lets the current compilation finish
+        background=compiling,  # a signal lets the current compilation finish
         ws="websockets-sansio",
         ws_max_size=args.max_message_bytes,
         ws_ping_interval=PING_SECONDS,

@@ -260,7 +260,7 @@ def load_drafter(
     for_client: bool = False,
     mesh: Mesh | None = None,
 ) -> LoadedDrafter:
-    """Loads a drafter for a target, in any layout of `files.kinds.FILE_LAYOUTS`.
+    """Loads a drafter for a target, in any layout of `files.registry.FILE_LAYOUTS`.
 
     `method` overrides the kind found in the files; `target_layer_inference` is the N of MoA for
     files that do not state N. `dtype` defaults to the target's dtype, or to `default_dtype()` for a
@@ -363,10 +363,10 @@ def save_drafter(
 def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: LoadedDrafter) -> Path:
     """Writes the folders `target` and `draft` with only the tensors that a client reads.
 
-    Tensors are copied as stored; each omitted tensor gets an entry in parts.json (files/parts.py).
-    Creating the folders is atomic; in existing folders the files of both are replaced together
-    (`files.replace`). A drafter without files has no folder. Raises InputError for damaged files,
-    and for a GGUF file.
+    Tensors are copied as stored; each omitted tensor gets an entry in parts.json
+    (files/client_files.py). Creating the folders is atomic; in existing folders the files of both
+    are replaced together (`files.replace`). A drafter without files has no folder. Raises
+    InputError for damaged files, and for a GGUF file.
     """
     folder, kind = Path(folder), DRAFTERS[drafter.method]
     table = convert.target_table(target.config)

@@ -50,6 +50,10 @@ EARLIER_CLASSES = frozenset(
 KEPT = re.compile(r"decode/(engine/|(auto|heard|costs|order|calls)\.py)|measure/|flags/auto\.py")
 
 
+# An earlier class in backticks, alone or in a dotted name, or after "raises".
+NAMED = re.compile(r"(?:`(?:\w+\.)*|[Rr]aises )\b(\w+)\b")
+
+
 def defined_names(tree: ast.Module) -> Iterator[str]:
     """Names that a file defines: classes, functions, arguments, variables and attributes."""
     for node in ast.walk(tree):
@@ -91,6 +95,17 @@ def test_names_are_those_of_the_field():
 )
 def test_private_names_are_found(source):
     assert private_names(ast.parse(source))
+
+
+def test_comments_and_pages_use_the_names_of_the_field():
+    """Of the classes that were renamed; so a sentence with the old name is found."""
+    paths = [*trees(*PACKAGES), *(path.relative_to(ROOT) for path in ROOT.rglob("*.md"))]
+    paths = [path for path in paths if not KEPT.search(str(path)) and ".venv" not in str(path)]
+    found = {}
+    for path in paths:
+        named = set(NAMED.findall((ROOT / path).read_text(encoding="utf-8"))) & EARLIER_CLASSES
+        found |= {str(path): named} if named else {}
+    assert not found, found
 
 
 def test_names_of_other_libraries_may_be_used():

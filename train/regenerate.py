@@ -91,12 +91,12 @@ def regenerate(args: argparse.Namespace) -> None:
         raise InputError(f"{output} exists already; remove it or name another --output")
     check_links(output)
     check_folder(output.parent)
-    law = Sampling(args.temperature, args.top_k, args.top_p, seed=args.seed)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, seed=args.seed)
     target = describe_target(args.target)
     _check_lengths(args, target)
     tokenizer = load_tokenizer(target.folder)
     lengths = (args.max_prompt, args.max_new_tokens)
-    rules = AnswerRules(tokenizer, target.config.vocab_size, *lengths, args.ignore_stop, law)
+    rules = AnswerRules(tokenizer, target.config.vocab_size, *lengths, args.ignore_stop, sampling)
     records = dict(_records(args))
     if not records:
         where = "in shard {}/{}".format(*args.shard) if args.shard else "there"
@@ -234,8 +234,10 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--endpoint", metavar="URL", help="have this OpenAI-compatible server answer"
     )
-    group.add_argument("--model", metavar="NAME", help="to ask there; default: the only one it has")
-    group.add_argument("--api-key-file", metavar="FILE", help="with the key that it wants")
+    group.add_argument(
+        "--model", metavar="NAME", help="model name on the server; default: its only one"
+    )
+    group.add_argument("--api-key-file", metavar="FILE", help="the server's API key")
     group.add_argument(
         "--concurrency", type=positive, metavar="N", help=f"requests at once; default: {AT_ONCE}"
     )

@@ -84,7 +84,7 @@ def modes_of(args: argparse.Namespace) -> list[str]:
     Mode auto is refused, because its drafts depend on the machine and its load.
     """
     if args.modes is not None and args.mode is not None:
-        raise InputError("--modes says all modes; leave out --mode")
+        raise InputError("--modes and --mode exclude each other; leave out --mode")
     shown = args.modes if args.modes is not None else args.mode or "chain"
     chosen = list(dict.fromkeys(names(shown)))
     if not chosen or not set(chosen) <= {*EXPLICIT}:

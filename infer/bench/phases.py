@@ -2,7 +2,7 @@
 
     prefill   the prompt through the target, LSA over the prompt
     draft     propose: the drafter, level by level
-    verify    one target pass over the tree, the verdict, the commit
+    verify    one target pass over the tree, the acceptance, the commit
     extend    LSA and the drafter's rows for the accepted path
     host      one call of the loop's program with all rows done: once per generation
 

@@ -16,7 +16,8 @@ Array = jax.Array
 
 
 def accept_with(probability: float, seed: int = 0) -> Callable[..., Array]:
-    """A `Setup.choose` that accepts a node's first child with `probability`, and no other child.
+    """A `StaticConfig.token_chooser` that accepts a node's first child with `probability`, and no
+    other child.
 
     The random number depends on (row, position), so a chain of depth d has a tau of 1 + p + ... +
     p^(d-1). If the child is rejected, the token is the target's argmax, or the next id that is not

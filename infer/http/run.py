@@ -25,14 +25,14 @@ async def serve_until_signal(
     drain: Callable[[], Awaitable[None]],
     *,
     stop: Callable[[], object] | None = None,
-    behind: Callable[[], Awaitable[None]] | None = None,
+    background: Callable[[], Awaitable[None]] | None = None,
     **settings: Any,
 ) -> int:
     """Serves an application on a bound socket until a signal; returns the exit code.
 
     `args` has the flags of `add_address_flags`, and `url` is the scheme and the path. SIGTERM
     awaits `drain`; a second signal ends the drain. `stop` ends the remaining requests, also after
-    Ctrl-C. `behind` runs concurrently until the first signal. `settings` are uvicorn's.
+    Ctrl-C. `background` runs concurrently until the first signal. `settings` are uvicorn's.
     """
     config = uvicorn.Config(
         app,
@@ -58,7 +58,7 @@ async def serve_until_signal(
     except OSError as error:  # another server bound this port too, and listened first
         raise unusable(args.host, args.port, error) from error
     announce(args, listener, *url)
-    beside = asyncio.create_task(behind()) if behind else None
+    beside = asyncio.create_task(background()) if background else None
     number = await signals.get()
     if beside:
         beside.cancel()

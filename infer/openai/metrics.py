@@ -93,7 +93,7 @@ class _EngineCollector:
         yield self._gauge("vllm:num_requests_running", "Being read or decoded", load.running)
         yield self._gauge("vllm:num_requests_waiting", "Not begun", load.waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of cache rows in use", load.rows_used)
-        yield self._gauge("moa:kept_prefix_bytes", "Bytes of texts kept for reuse", load.kept_bytes)
+        yield self._gauge("moa:kept_prefix_bytes", "Bytes of the prefix cache", load.kept_bytes)
         yield self._gauge("moa:slots", "Requests decoded at once at most", load.slots)
         whole = {
             "vllm:num_preemptions": ("Requests put back, which never happens", 0),

@@ -66,7 +66,7 @@ class Choice:
             request.stops,
             keep_stop=request.fields.include_stop_str_in_output,
             skip_special=request.fields.skip_special_tokens,
-            behind=() if request.chat else self._echoed.ids,
+            preceding=() if request.chat else self._echoed.ids,
         )
         self._num_scored = self._num_shown = 0  # echoed tokens and characters of the prompt
         self._delta = Delta("" if request.prompt_logprobs else self._echoed.text)

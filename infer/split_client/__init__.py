@@ -3,8 +3,8 @@
 A round passes through these files from top to bottom, and its reply from bottom to top:
 
     answering.py   SplitClient: one answer, with and without a link
-    drafter.py     ClientDrafter: drafts, decodes without the target, tracks the cache rows of
-                   moa_jax/split/client_drafter.py
+    drafter.py     SequenceDrafter: drafts, decodes without the target, tracks the cache rows of the
+                   ClientDrafter of moa_jax/split/client_drafter.py
     session.py     RemoteSession: one session over any number of links
     link.py        Link: one connection and its deadlines
     protocol.py    in moa_jax/split: messages <-> bytes <-> the server

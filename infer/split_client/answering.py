@@ -71,7 +71,7 @@ class SplitClient:
         return self._session.traffic
 
     async def connect(self) -> None:
-        """Connects to the server, if one is configured; raises Lost or Denied."""
+        """Connects to the server, if one is configured; raises ConnectionLost or Refused."""
         await self._session.connect()
 
     async def warm(self, prompts: Iterable[int]) -> None:
@@ -87,8 +87,8 @@ class SplitClient:
     ) -> AsyncIterator[AnswerEvent]:
         """Yields an event per change of the answer; `text`, `done` and `counts` hold its state.
 
-        Prompt and answer have at most `total` tokens. Raises Lost if the server is unreachable at
-        the start, and Denied if the server refuses this client.
+        Prompt and answer have at most `total` tokens. Raises ConnectionLost if the server is
+        unreachable at the start, and Refused if the server refuses this client.
         """
         self.text, self.counts, self.done = AnswerText(prompt, total, stop_ids), Counts(), ""
         self._session.begin(self.text, sampling, self.counts)
@@ -127,8 +127,9 @@ class SplitClient:
     async def _begin(self) -> str:
         """Sends the prompt, applies its rows and the first token; returns a notice.
 
-        Tries twice, because the connection may have failed unnoticed since the last answer. After
-        a second failure the drafter starts alone; raises Lost if no server ever opened a session.
+        Tries twice, because the connection may have failed unnoticed since the last answer. After a
+        second failure the drafter starts alone; raises ConnectionLost if no server ever opened a
+        session.
         """
         for is_last in (False, True):
             try:
@@ -169,7 +170,7 @@ class SplitClient:
     async def _take(self, parts: Sequence[protocol.Committed]) -> list[int]:
         """Applies a complete reply to the sequence and the caches; returns its tokens.
 
-        Raises Lost, and changes nothing, for a reply that does not fit the last request.
+        Raises ConnectionLost, and changes nothing, for a reply that does not fit the last request.
         """
         reply = self._session.apply_reply(parts)
         self.text.settle(reply.tokens, kept=reply.kept)

@@ -165,7 +165,7 @@ class SequenceDrafter:
         """Invalidates the rows of a tail that the target replaced."""
         self._fed = 0
 
-    # ---- calls of DraftHalf ---------------------------------------------------------------
+    # ---- calls of ClientDrafter --------------------------------------------------------
 
     @property
     def _filled(self) -> int:

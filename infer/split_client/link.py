@@ -85,7 +85,10 @@ class Link:
 
     @classmethod
     async def open(cls, server: ServerAddress, vocab_size: int, traffic: LinkTraffic) -> Link:
-        """Connects and completes the handshake; raises Lost, Gone or Denied."""
+        """Connects and completes the handshake.
+
+        Raises ConnectionLost, SessionExpired or Refused.
+        """
         limits = protocol.MessageLimits(
             max_tokens=protocol.LARGEST,
             max_nodes=(1 << 16) - 1,
@@ -108,9 +111,10 @@ class Link:
         return link
 
     async def send(self, message: protocol.Up) -> None:
-        """Sends one message; raises Lost if the server does not accept it in time.
+        """Sends one message; raises ConnectionLost if the server does not accept it in time.
 
-        Raises Busy, Gone or Denied if the server sent a Fault and closed the connection.
+        Raises ServerBusy, SessionExpired or Refused if the server sent a Fault and closed the
+        connection.
         """
         data = protocol.encode(message)
         try:
@@ -123,9 +127,9 @@ class Link:
     async def receive(self, *kinds: type, patience: float = 0.0) -> Any:
         """The next message, which must be an instance of one of `kinds`.
 
-        Raises Lost for a message of another kind, and if no message arrives within the server's
-        `timeout`. A larger `patience` (s) extends the wait while the server answers pings. Raises
-        Busy, Gone or Denied for a Fault.
+        Raises ConnectionLost for a message of another kind, and if no message arrives within the
+        server's `timeout`. A larger `patience` (s) extends the wait while the server answers pings.
+        Raises ServerBusy, SessionExpired or Refused for a Fault.
         """
         try:
             async with asyncio.timeout(max(patience, self._server.timeout)):
@@ -164,7 +168,7 @@ class Link:
             await ended(receiving)
 
     async def _why(self, error: Exception) -> Exception:
-        """The exception for the server's last Fault, or Lost if the server sent none."""
+        """The exception for the server's last Fault, or ConnectionLost if the server sent none."""
         try:
             async with asyncio.timeout(LAST_WORDS):
                 while True:

@@ -1,6 +1,6 @@
 """Checks a complete reply before the client uses any of its content.
 
-Every check raises Lost for a reply that does not fit its request, as for a failed server.
+Every check raises ConnectionLost for a reply that does not fit its request, as for a failed server.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CheckedReply(NamedTuple):
 def unpacked(
     leaves: Sequence[LeafSpec], server: ServerAddress, part: protocol.Committed, text: Sequence[int]
 ) -> TokenRows:
-    """Decodes a part's rows, with their tokens from the sequence `text`; raises Lost."""
+    """Decodes a part's rows, with their tokens from the sequence `text`; raises ConnectionLost."""
     try:
         rows = unpack(part.rows, part.count, leaves, server.codec, server.compress)
     except protocol.BadMessage as error:
@@ -71,8 +71,8 @@ def unpacked(
 def known_after(part: protocol.Committed, seq: int, known: int, total: int) -> int:
     """Number of leading rows that the client has after this part of reply `seq`.
 
-    The client had `known` rows before the part; a session has at most `total` rows. Raises Lost
-    for a part of another reply and for rows that leave a gap or do not fit.
+    The client had `known` rows before the part; a session has at most `total` rows. Raises
+    ConnectionLost for a part of another reply and for rows that leave a gap or do not fit.
     """
     if part.seq != seq:
         raise ConnectionLost(f"the server answered request {part.seq}, not {seq}")
@@ -86,7 +86,7 @@ def known_after(part: protocol.Committed, seq: int, known: int, total: int) -> i
 def given_text(request: SessionRequest, part: protocol.Committed, text: AnswerText) -> list[int]:
     """The sequence up to the last token that the request gave.
 
-    Raises Lost for a part with rows of tokens that the request did not give.
+    Raises ConnectionLost for a part with rows of tokens that the request did not give.
     """
     before = [] if isinstance(request, protocol.Open) else text.committed
     given = [*before, *request.tokens]
@@ -98,7 +98,7 @@ def given_text(request: SessionRequest, part: protocol.Committed, text: AnswerTe
 def check(
     request: SessionRequest, parts: Sequence[protocol.Committed], text: AnswerText, received: int
 ) -> None:
-    """Raises Lost unless `parts` are a complete reply to `request`.
+    """Raises ConnectionLost unless `parts` are a complete reply to `request`.
 
     The client had `received` rows before the reply.
     """
@@ -121,7 +121,8 @@ def stream_part(part: protocol.Committed, seq: int, last: int, text: AnswerText)
     """The new tokens of one part of stream `seq`.
 
     The previous part started at row `last`. After a lost link a stream restarts from its first
-    part, so a part may repeat tokens that the client already has. Raises Lost for an invalid part.
+    part, so a part may repeat tokens that the client already has. Raises ConnectionLost for an
+    invalid part.
     """
     have = len(text.committed) - part.start - 1
     in_place = part.seq == seq and part.start > last

@@ -1,11 +1,11 @@
 """A client's session on its server during one answer, over any number of links.
 
-    reach       ensures a link and a session with all settled tokens
-    ask, reply  send the next request; receive the messages of its reply
-    take        checks the complete reply before the client uses its content
-    drop        gives up a lost link; `join` dials until a new link is open
+    ensure_session  ensures a link and a session with all committed tokens
+    ask, reply      send the next request; receive the messages of its reply
+    apply_reply     checks the complete reply before the client uses its content
+    disconnect      gives up a lost link; `join` dials until a new link is open
 
-The session tracks the settled tokens of the answer and the number of their received rows. It is
+The session tracks the committed tokens of the answer and the number of their received rows. It is
 independent of the drafter and of the reader of the answer.
 """
 
@@ -131,7 +131,7 @@ class RemoteSession:
         return self.has_server and not self._is_denied
 
     async def connect(self) -> None:
-        """Connects to the server, if one is configured; raises Lost or Denied."""
+        """Connects to the server, if one is configured; raises ConnectionLost or Refused."""
         if self.has_server and self.link is None:
             try:
                 self.link = await self._dial()
@@ -163,7 +163,10 @@ class RemoteSession:
         return f"link lost: {error}"
 
     async def _dial(self) -> Link:
-        """Opens a new link, not yet used by the answer; raises Lost, Gone or Denied."""
+        """Opens a new link, not yet used by the answer.
+
+        Raises ConnectionLost, SessionExpired or Refused.
+        """
         return await Link.open(self._server, self._vocab_size, self.traffic)
 
     # ---- the session ----------------------------------------------------------------------
@@ -175,7 +178,7 @@ class RemoteSession:
         return await self._joined(self.link)
 
     async def join(self) -> list[protocol.Committed]:
-        """Like `ensure_session`, but retries until it succeeds; raises Denied."""
+        """Like `ensure_session`, but retries until it succeeds; raises Refused."""
         while True:
             await self.backoff.pause()
             try:
@@ -196,7 +199,7 @@ class RemoteSession:
         return await self._opened(self.link)
 
     async def _joined(self, link: Link) -> list[protocol.Committed]:
-        """Resumes the session, or opens one with all settled tokens; returns the missed reply."""
+        """Resumes the session, or opens one with all committed tokens; returns the missed reply."""
         if self._id is not None:
             try:
                 return await self._resumed(link)
@@ -205,7 +208,7 @@ class RemoteSession:
         return await self._opened(link)
 
     async def _resumed(self, link: Link) -> list[protocol.Committed]:
-        """Resumes the session; returns the missed reply, or []; raises Gone for a lost session."""
+        """Resumes the session; returns the missed reply, or []. Raises SessionExpired."""
         await link.send(protocol.Resume(self._id, self._seq, self._received))
         found = await link.receive(protocol.Resumed)
         if not max(self._seq, 0) <= found.seq <= self._request.seq:  # Open's reply has number 0
@@ -218,9 +221,10 @@ class RemoteSession:
         return await self._reply(link)
 
     async def _opened(self, link: Link) -> list[protocol.Committed]:
-        """Opens a session with all settled tokens, and returns the reply.
+        """Opens a session with all committed tokens, and returns the reply.
 
-        The tokens include the root once the answer has one, and the tail with policy `keep`.
+        The tokens include the root once the answer has one, and the unverified tokens with policy
+        `keep`.
         """
         if self._options.policy == "keep":
             self._text.keep_tail()
@@ -261,8 +265,8 @@ class RemoteSession:
         """Receives the reply to the last request; the caller passes it to `apply_reply`.
 
         Stores rows of tokens that the request gave on arrival, so that a later link does not
-        transfer these rows again. Skips repeats of earlier replies. Raises Lost for a part that
-        leaves a gap.
+        transfer these rows again. Skips repeats of earlier replies. Raises ConnectionLost for a
+        part that leaves a gap.
         """
         return await self._reply(self.link)
 
@@ -292,7 +296,7 @@ class RemoteSession:
     def apply_reply(self, parts: Sequence[protocol.Committed]) -> CheckedReply:
         """Checks a complete reply and returns its content.
 
-        Raises Lost, and changes nothing, for a reply that does not fit the last request.
+        Raises ConnectionLost, and changes nothing, for a reply that does not fit the last request.
         """
         request, tokens = self._request, parts[-1].tokens
         whole = [*self._text.committed, *tokens]

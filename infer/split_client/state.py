@@ -1,7 +1,7 @@
 """Shared state of the client: options, the sequence of one answer, and counters.
 
-prompt | verified ............ root | tail
-`committed` ........................  | drafted without a link; may be rewritten
+prompt | verified ............ root | tail, `unverified`
+`committed` ....................... | drafted without a link; may be rewritten
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class AnswerText:
 
     @property
     def answer(self) -> list[int]:
-        """The answer so far, including the tail."""
+        """The answer so far, including the unverified tokens."""
         return self.whole[len(self.prompt) :]
 
     @property
@@ -97,7 +97,7 @@ class AnswerText:
 
     @property
     def room(self) -> int:
-        """Number of further tokens that fit after the settled tokens."""
+        """Number of further tokens that fit after the committed tokens."""
         return self.total - len(self.committed)
 
     @property
@@ -124,23 +124,24 @@ class AnswerText:
         self.kept += [kept] * len(tokens)
 
     def write(self, tokens: Sequence[int]) -> None:
-        """Appends to the tail, up to the first stop token or the limit."""
+        """Appends to the unverified tokens, up to the first stop token or the limit."""
         for token in tokens:
             if self.is_written:
                 return
             self.unverified.append(token)
 
     def keep_tail(self) -> None:
-        """Settles the tail without verification."""
+        """Settles the unverified tokens without verification."""
         self.settle(self.unverified, kept=True)
         self.unverified = []
 
     def differs(self, tokens: Sequence[int]) -> bool:
-        """Whether the target's tokens contradict the tail."""
+        """Whether the target's tokens contradict the unverified tokens."""
         return self.unverified[: len(tokens)] != list(tokens[: len(self.unverified)])
 
     def replace_tail(self, tokens: Sequence[int]) -> int:
-        """Removes the target's tokens from the front of the tail; drops the tail if they differ.
+        """Removes the target's tokens from the front of the unverified tokens; drops the unverified
+        tokens if they differ.
 
         Returns the number of tail tokens that are rewritten.
         """

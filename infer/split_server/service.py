@@ -1,6 +1,6 @@
 """Serves sessions with the target: queues requests, runs passes and returns replies.
 
-    sessions --submit--> waiting (one request each) --batch--> worker thread: Slots
+    sessions --submit--> waiting (one request each) --batch--> worker thread: TargetSlots
         ^                                                           |
         +----- parts of the reply, encoded <---- encoder thread ----+
 

@@ -102,7 +102,7 @@ class DataReport:
         lines = [summary, *unread_lines(self.unread, self.kept)]
         if self.rewritten:
             lines.append(
-                f"{self._share(self.rewritten)} lack tokens of decoding: the chat template renders "
+                f"{self._share(self.rewritten)} differ from decoding: the chat template renders "
                 "past turns unlike the prompt and answer of each turn; train on the token ids that "
                 "train.regenerate writes"
             )

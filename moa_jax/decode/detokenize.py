@@ -105,17 +105,17 @@ class GrowingText:
         *,
         keep_stop: bool = False,
         skip_special: bool = True,
-        behind: Sequence[int] = (),
+        preceding: Sequence[int] = (),
     ) -> None:
         """Without a tokenizer the text is the token ids.
 
         `keep_stop` keeps the stop string in the text, and `skip_special` drops special tokens.
-        `behind` holds the tokens before the answer: some tokenizers drop the first space of a text,
-        which must be kept if the answer continues other text.
+        `preceding` holds the tokens before the answer: some tokenizers drop the first space of a
+        text, which must be kept if the answer continues other text.
         """
         self._detokenizer = detokenizer_of(tokenizer, skip_special)
         self._stops, self._keep_stop = tuple(stops), keep_stop
-        before = [] if tokenizer is None else self._detokenizer.visible(behind)
+        before = [] if tokenizer is None else self._detokenizer.visible(preceding)
         self._window = before[-CONTEXT:]  # the last tokens; the list is never mutated
         self._last, waiting = self._detokenizer.growing(self._window)  # text of the window
         if waiting:

@@ -1,7 +1,7 @@
 """Logits that are not finite: the token that marks them, and their likely cause.
 
-The target chooses NOTHING if the maximum of its scores is not finite (`pieces.finite_argmax`).
-After a prompt the target also chooses NOTHING if any logit is not finite. NOTHING ends its row,
+The target chooses NO_TOKEN if the maximum of its scores is not finite (`topk.finite_argmax`).
+After a prompt the target also chooses NO_TOKEN if any logit is not finite. NO_TOKEN ends its row,
 and the host raises an error.
 """
 
@@ -24,7 +24,7 @@ class NotFinite(InputError):
 
 
 def check(target: Target, what: str, length: int, token_ids: Sequence[int]) -> None:
-    """Raises NotFinite if new tokens, which follow `length` tokens of `what`, hold NOTHING."""
+    """Raises NotFinite if new tokens, which follow `length` tokens of `what`, hold NO_TOKEN."""
     if NO_TOKEN in token_ids:
         raise not_finite(target, what, length + list(token_ids).index(NO_TOKEN))
 

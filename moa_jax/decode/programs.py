@@ -43,7 +43,7 @@ class Programs:
     """
 
     def __init__(self, setup: Any, weights: tuple[Any, ...], dtype: Any, *, drafts: bool) -> None:
-        """`setup` is a `state.Setup`; the weights' `dtype` sets the precision of products.
+        """`setup` is a `state.StaticConfig`; the weights' `dtype` sets the precision of products.
 
         `drafts` is True if passes verify several tokens per sequence.
         """

@@ -89,13 +89,13 @@ class Session:
         without weights it uses plain decoding, or `shape` if a single prompt accepts enough drafts.
         Other shapes are compiled in the background. If `shape` is plain, `ways` has no effect.
 
-        `vocabulary` restricts the drafted tokens; `decode.vocabulary.default_vocabulary` loads the
-        vocabulary of a drafter's folder. None drafts from all tokens. `cache_rows` fixes the number
-        of cache rows, rounded up to a multiple of 128, so that one program serves all lengths; with
-        None caches have at least `least_rows` and double when needed. Prefill processes `chunk`
-        tokens at a time, which does not change results. `choose` replaces the target's choice of
-        tokens, to measure the cost of a round. With `top_logprobs` results have each token's
-        log-probability and the top `top_logprobs` log-probabilities, at most 20.
+        `vocabulary` restricts the drafted tokens; `decode.draft_vocabulary.default_vocabulary`
+        loads the vocabulary of a drafter's folder. None drafts from all tokens. `cache_rows` fixes
+        the number of cache rows, rounded up to a multiple of 128, so that one program serves all
+        lengths; with None caches have at least `least_rows` and double when needed. Prefill
+        processes `chunk` tokens at a time, which does not change results. `choose` replaces the
+        target's choice of tokens, to measure the cost of a round. With `top_logprobs` results have
+        each token's log-probability and the top `top_logprobs` log-probabilities, at most 20.
 
         Raises InputError for a tree wider than the vocabulary, and for a `top_logprobs` too large.
         """
@@ -305,7 +305,7 @@ class Session:
         )
 
     def catching_up(self, state: DecodeState) -> jax.stages.Compiled:
-        """Returns the compiled `step.caught_up`: (weights, state) -> state; donates the state."""
+        """Returns the compiled `step.synced`: (weights, state) -> state; donates the state."""
         return self._programs[self.shape].compile(step.synced, state)
 
     def next(

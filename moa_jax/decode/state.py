@@ -26,7 +26,7 @@ from moa_jax.model.quantize import Matrix
 
 Array = jax.Array
 
-NEVER = np.int32(2**31 - 1)  # a `Limits.pause` that no row reaches
+NEVER = np.int32(2**31 - 1)  # a `StopConditions.pause` that no row reaches
 
 
 class StaticConfig(NamedTuple):
@@ -71,12 +71,12 @@ class StopConditions(NamedTuple):
 
 
 class DraftLag(NamedTuple):
-    """Draft lag: activations of the verified tokens from `known` on, in rows like the caches'.
+    """Draft lag: activations of the verified tokens from `draft_len` on, in rows like the caches'.
 
     The target's keys and values are in its own caches and not in this state.
 
-        position   0 ....... known-1   | known ........ length-1 | length
-                   in drafter's cache  | pending `sync_drafter`      | root
+        position   0 ... draft_len-1   | draft_len .... length-1 | length
+                   in drafter's cache  | pending `sync_drafter`  | root
         rows here  undefined           | of these tokens         | left-overs
     """
 
@@ -105,7 +105,7 @@ class DecodeState(NamedTuple):
     tokens_BC: Array
     rounds_B: Array  # rounds so far that committed a token
     counts_B2R: Array  # per round: tokens committed, and nodes proposed without the root
-    logprobs: LogProbs | None = None  # of the answers' tokens; None without `Setup.top_logprobs`
+    logprobs: LogProbs | None = None  # of the answers' tokens; None if not requested
 
     @property
     def accept_lengths_BR(self) -> Array:
@@ -124,7 +124,7 @@ class DecodeState(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Results of one target pass over a tree: the verdict, and the accepted path's activations."""
+    """Results of one target pass over a tree, with the accepted path's activations."""
 
     result: VerifyResult
     tapped: TargetActivations

@@ -286,7 +286,7 @@ def choose_after(
 ) -> tuple[RoundState, Array]:
     """Returns the target's next token (B,), and the state whose penalty counts include that token.
 
-    The token is NOTHING if a logit is not finite.
+    The token is NO_TOKEN if a logit is not finite.
     """
     logits_B1V = llama.unembed(weights.target, hidden_BD[:, None])
     score_B1V = sampling.perturbed_logits(
@@ -573,7 +573,7 @@ def choose(
 ) -> Array:
     """Returns the token (B, N) after each node: the target's argmax, or a sample from the target.
 
-    The token is NOTHING if the largest logit is not finite, which ends the row.
+    The token is NO_TOKEN if the largest logit is not finite, which ends the row.
     """
     token_counts = round_state.token_counts
     if batch_sampling.penalises:
@@ -627,6 +627,6 @@ def commit(
 
 
 def _is_stop(tokens_BN: Array, limits: StopConditions) -> Array:
-    """Marks the tokens that end a row: stop ids and NOTHING."""
+    """Marks the tokens that end a row: stop ids and NO_TOKEN."""
     is_id_BN = jnp.any(tokens_BN[..., None] == limits.stop_ids_BX[:, None], axis=-1)
     return is_id_BN | (tokens_BN == NO_TOKEN)

@@ -55,7 +55,7 @@ class Tree(NamedTuple):
                                                                     x x . x
     """
 
-    tokens_BN: Array  # NOTHING for absent nodes
+    tokens_BN: Array  # NO_TOKEN for absent nodes
     parent_BN: Array  # the root is its own parent
     depth_BN: Array
     ancestor_BNN: Array  # [i, j]: j is i or an ancestor of i; a first axis of 1 applies to all rows
@@ -113,8 +113,8 @@ class Drafter(NamedTuple):
     rows. `propose` drafts from the root, which is at position `length` and in no cache. `draft_one`
     drafts one token without the target's activations of the tokens from `known` on:
 
-        position   0 .. known-1 | known .. length-1 | length
-                   verified     | fed to `draft_one`    | the token fed now
+        position   0 .. known-1 | known ... length-1 | length
+                   verified     | fed to `draft_one` | the token fed now
     """
 
     taps: TapSpec

@@ -84,7 +84,7 @@ def extend(
 
 
 def make_propose(cfg: LookupConfig) -> Callable[..., tuple[Tree, Array]]:
-    """A `propose` that drafts a chain, NOTHING without a match; raises InputError for a tree."""
+    """A `propose` that drafts a chain, NO_TOKEN without a match; raises InputError for a tree."""
 
     def propose(
         params: Params,
@@ -121,7 +121,7 @@ def match_lengths(cfg: LookupConfig, text_BS: Array, length_B: Array) -> Array:
 
 
 def continuation(cfg: LookupConfig, text_BS: Array, length_B: Array, depth: int) -> Array:
-    """The tokens after the best match, (B, depth); NOTHING without a match."""
+    """The tokens after the best match, (B, depth); NO_TOKEN without a match."""
     S = text_BS.shape[1]
     count_BS = match_lengths(cfg, text_BS, length_B)
     score_BS = jnp.where(count_BS > 0, count_BS * S + jnp.arange(S), -1)

@@ -70,7 +70,7 @@ class Nodes(NamedTuple):
     A tree with root r, children a and b of r, and the current node c, a child of a: W 1 and X 4.
 
         cache row   0 ... known-1 | known ... length-1 | length   +1  +2  +3
-                    verified      | fed to `draft_one`     | r         a   b   c
+                    verified      | fed to `draft_one` | r         a   b   c
         ancestor_BWX                                     x         x   .   x
     """
 

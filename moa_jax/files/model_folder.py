@@ -198,7 +198,8 @@ def file_hash(path: Path) -> str | None:
 
 
 def folder_hash(folder: Path, patterns: Iterable[str] = _FILES_OF_MODEL) -> str:
-    """The sha256 of the names and all bytes of a model's files; `parts.model_hash` is faster.
+    """The sha256 of the names and all bytes of a model's files; `client_files.model_hash` is
+    faster.
 
     Answer folders and reports store this value, so it must not change between versions.
     """

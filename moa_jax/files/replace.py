@@ -33,7 +33,7 @@ def check_replaceable(
 ) -> None:
     """Raise InputError for a folder that `replacing` could not write, before any work is done.
 
-    Refused are folders that `places.check_folder` refuses, folders with files but neither `mark`
+    Refused are folders that `paths.check_folder` refuses, folders with files but neither `mark`
     nor .git, and folders with weights of other programs, which would be read before the new ones.
     """
     check_folder(folder)

@@ -1,7 +1,7 @@
 """Grouped softmax attention, within a pass or over the visible rows of a key-value cache.
 
 In training, each token attends to intervals of rows of its own pass. On GPUs and TPUs kernels keep
-the scores on chip (`attention_intervals.py`); on other devices an einsum stores all scores.
+the scores on chip (`kernels/train_intervals.py`); on other devices an einsum stores all scores.
 
     row of a cache   0 ......... n-1 | n ....... n+X-1 | n+X ....... S-1
                      prefix: all see | tree: ancestors | left-overs, never seen

@@ -19,7 +19,7 @@ Array = jax.Array
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["first_PBT", "last_PBT"],
-    meta_fields=["behind"],
+    meta_fields=["offsets"],
 )
 @dataclasses.dataclass(frozen=True)
 class IntervalMask:
@@ -29,13 +29,13 @@ class IntervalMask:
         last  0 1 2    x x .
                        . . x
 
-    Every training mask is an `IntervalMask`. In the last parts, one per number in `behind`, a token
-    sees at most one row: the row of the token `behind[i]` positions earlier.
+    Every training mask is an `IntervalMask`. In the last parts, one per number in `offsets`, a
+    token sees at most one row: the row of the token `offsets[i]` positions earlier.
     """
 
     first_PBT: Array
     last_PBT: Array
-    behind: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
 
     def mask(self) -> Array:
         """The equivalent boolean mask, (B, T, P T)."""
@@ -44,9 +44,9 @@ class IntervalMask:
         return jnp.concatenate(list(seen), axis=-1)
 
 
-def _intervals(*parts: tuple[Array, Array], behind: tuple[int, ...] = ()) -> IntervalMask:
+def _intervals(*parts: tuple[Array, Array], offsets: tuple[int, ...] = ()) -> IntervalMask:
     first, last = zip(*parts, strict=True)
-    return IntervalMask(jnp.stack(first), jnp.stack(last), behind)
+    return IntervalMask(jnp.stack(first), jnp.stack(last), offsets)
 
 
 def _begin(segment_BT: Array) -> Array:
@@ -187,10 +187,10 @@ def fed_back(segment_BT: Array, step: int) -> IntervalMask:
     begin_BT, index_BT = _begin(segment_BT), _index(segment_BT)
     if step == 0:
         return _intervals((jnp.minimum(begin_BT + 1, index_BT), index_BT))
-    behind = tuple(step - i for i in range(1, step + 1))
+    offsets = tuple(step - i for i in range(1, step + 1))
     # A path that would begin in another segment is an empty interval.
-    paths = [(jnp.maximum(begin_BT, index_BT - far), index_BT - far) for far in behind]
-    return _intervals((begin_BT + 1, index_BT - step), *paths, behind=behind)
+    paths = [(jnp.maximum(begin_BT, index_BT - far), index_BT - far) for far in offsets]
+    return _intervals((begin_BT + 1, index_BT - step), *paths, offsets=offsets)
 
 
 def earlier_blocks(position_BT: Array, segment_BT: Array, size: int) -> IntervalMask:

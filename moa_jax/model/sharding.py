@@ -11,8 +11,8 @@ The tables of `convert.py` hold the axis names with the shapes. An unknown name 
 are two axes of one array on the same mesh axis, since weights would silently be replicated.
 
 In training the layers of the target are split over `tensor`. The small drafter's layers are not:
-devices along `tensor` process different rows (`DRAFTER`). The products of the frozen head, which
-the target and the drafter share, are split by vocabulary.
+devices along `tensor` process different rows (`DRAFTER_RULES`). The products of the frozen head,
+which the target and the drafter share, are split by vocabulary.
 
     tensor      target             drafter            head
     device 0    rows 0-1, heads/2  row 0, all heads   rows 0-1, V/2

@@ -100,7 +100,7 @@ class ClientDrafter:
             self.absorb(start, part, [np.zeros((len(part), *leaf.shape)) for leaf in self.leaves])
 
     def twin(self) -> ClientDrafter:
-        """A DraftHalf with empty caches that shares the weights and programs."""
+        """A ClientDrafter with empty caches that shares the weights and programs."""
         other = copy.copy(self)
         other.reset(Sampling())
         return other

@@ -2,9 +2,9 @@
 
 Equal pairings prove the same drafter method and N, the same sizes, tokenizers with the same token
 ids (`files/token_ids.py`), and files with the same config.json bytes, the same name, shape and
-dtype per tensor, and the same sampled bytes per tensor (`files/parts.py`). The split of tensors
-into files does not matter. A client folder that omits some tensors has the pairing of the complete
-folder.
+dtype per tensor, and the same sampled bytes per tensor (`files/client_files.py`). The split of
+tensors into files does not matter. A client folder that omits some tensors has the pairing of the
+complete folder.
 
 Equal pairings do not prove that all weights are equal. A retrained model of the same shapes is
 detected, because training changes nearly every number; damage between two samples is not

@@ -74,7 +74,7 @@ class DraftRequest(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The result of `Slots.read` or `Slots.verify` for one session."""
+    """The result of `TargetSlots.read` or `TargetSlots.verify` for one session."""
 
     start: int  # the pass processed tokens start .. start + count - 1
     count: int

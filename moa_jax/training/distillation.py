@@ -202,10 +202,10 @@ def make_train_step(
 ) -> TrainStep:
     """The training step of `config` on `mesh`; one device is also a mesh.
 
-    The trained drafter is sharded by `sharding.TRAIN` or `sharding.DRAFTER`, and the frozen target
-    by `sharding.TRAIN` or `sharding.COPIED`, depending on `config.mesh.target`. `memory` is the
-    memory of a device in bytes, None for the limit that the device reports.
-    Raises InputError if the mesh does not divide the models or the batch.
+    The trained drafter is sharded by `sharding.TRAIN` or `sharding.DRAFTER_RULES`, and the frozen
+    target by `sharding.TRAIN` or `sharding.REPLICATED`, depending on `config.mesh.target`. `memory`
+    is the memory of a device in bytes, None for the limit that the device reports. Raises
+    InputError if the mesh does not divide the models or the batch.
     """
     kind = DRAFTERS[method_of(config.drafter)]
     drafter = kind.make(config.drafter, target_cfg, config)
@@ -248,9 +248,9 @@ def make_train_step(
 def _drafter_at(
     config: DistillConfig, drafter: Drafter, table: convert.Table, params: Any, mesh: Mesh
 ) -> tuple[sharding.AxisRules, Any]:
-    """The axis rules of the drafter and the shardings of its weights: `TRAIN` or `DRAFTER`.
+    """The axis rules of the drafter and the shardings of its weights: `TRAIN` or `DRAFTER_RULES`.
 
-    `DRAFTER` applies if `tensor` shards the target, and all devices divide the rows and the
+    `DRAFTER_RULES` applies if `tensor` shards the target, and all devices divide the rows and the
     widths. A drafter with its own head, which is large, keeps `TRAIN`: its vocabulary is sharded.
     """
     rows = config.data.rows_per_batch // config.optim.accumulate

@@ -141,7 +141,7 @@ def test_a_new_loop_runs_once_before_an_answer_does(pair, monkeypatch):
         program = compile(self, function, *arrays, **static)
 
         def run(*given):
-            turned.append(bool(given[1].now.length_B.any()))
+            turned.append(bool(given[1].round.length_B.any()))
             return program(*given)
 
         return run if function is step.decode else program

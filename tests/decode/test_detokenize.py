@@ -95,7 +95,7 @@ def test_a_growing_text_decodes_few_tokens():
 
 
 def test_special_tokens_in_a_row_are_not_decoded_again_and_again():
-    """As where a model goes on behind its end."""
+    """As where a model goes on preceding its end."""
 
     class WithSpecials(Bytes):
         most = 0
@@ -116,11 +116,11 @@ def test_the_space_before_a_word_is_kept_behind_a_prompt():
     hello, world = pieces_ids = (4, 5)
     pieces = sentence_pieces()
     assert pieces.decode(pieces_ids) == "Hello world" and pieces.decode([world]) == "world"
-    growing = GrowingText(pieces, ["wor"], behind=[hello])
+    growing = GrowingText(pieces, ["wor"], preceding=[hello])
     assert growing.add([world]) == " " and (growing.begin, growing.num_characters) == (0, 6)
-    growing = GrowingText(Bytes(), behind=b"caf\xc3")  # half a character is no context
+    growing = GrowingText(Bytes(), preceding=b"caf\xc3")  # half a character is no context
     assert growing.add(b"\xa9!") == "\ufffd!"
-    long = GrowingText(pieces, behind=[hello] * 99)
+    long = GrowingText(pieces, preceding=[hello] * 99)
     assert "".join(long.add([token]) for token in [world, 3] * 50) == " worldthe" * 50
     assert long.num_characters == 9 * 50
 

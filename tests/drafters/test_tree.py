@@ -1,4 +1,4 @@
-"""The worked examples in the docstrings of grow.py, and the candidates of a level."""
+"""The worked examples in the docstrings of tree.py, and the candidates of a level."""
 
 import jax
 import jax.numpy as jnp

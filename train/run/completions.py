@@ -57,11 +57,11 @@ class Completions:
         }
         ends = {"stop_token_ids": self.ends.eos_ids}
         fields |= {"ignore_eos": True} if self.rules.ignore_stop else ends
-        law = question.sampling
-        if not law.temperature:
+        sampling = question.sampling
+        if not sampling.temperature:
             return fields | {"temperature": 0.0}
-        drawn = {"temperature": law.temperature, "top_p": law.top_p, "min_p": 0.0}
-        return fields | drawn | {"top_k": law.top_k or -1, "seed": law.seed}
+        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": 0.0}
+        return fields | drawn | {"top_k": sampling.top_k or -1, "seed": sampling.seed}
 
     def answer(self, reply: dict[str, Any], question: TargetQuestion) -> TargetAnswer:
         """The answer in a reply; raises InputError for a reply that cannot be used."""

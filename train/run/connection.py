@@ -81,16 +81,16 @@ class EndpointClient:
         tries, wait_s = 1, FIRST_WAIT_S
         while True:
             before = self._num_replies
-            response, told = self._send(method, path, content)
+            response, reason = self._send(method, path, content)
             status = None if response is None else response.status_code
             if status and status not in RETRYABLE and status < httpx.codes.INTERNAL_SERVER_ERROR:
                 self._num_replies += 1
-                return self._read(response, told)
+                return self._read(response, reason)
             if tries == TRIES or self.stopping.is_set():
-                raise InputError(f"{self.address}: {told}, {tries} times in a row")
+                raise InputError(f"{self.address}: {reason}, {tries} times in a row")
             asked = "" if response is None else response.headers.get("Retry-After", "")
             asked_s = min(float(asked), LONGEST_WAIT_S) if asked.isdecimal() else 0.0
-            self._wait(told, max(wait_s, asked_s))
+            self._wait(reason, max(wait_s, asked_s))
             if not (status == TOO_MANY and self._num_replies > before):
                 tries, wait_s = tries + 1, 2 * wait_s
 
@@ -105,15 +105,17 @@ class EndpointClient:
         text = " ".join(response.text.split())
         return response, f"status {response.status_code}: {text[:MOST_SHOWN]}"
 
-    def _read(self, response: httpx.Response, told: str) -> dict[str, Any]:
+    def _read(self, response: httpx.Response, reason: str) -> dict[str, Any]:
         if response.status_code != httpx.codes.OK:
             hint = "; give its key with --api-key-file" if response.status_code in NO_KEY else ""
-            line = f"{self.address} refuses a request: {told}{hint}"
+            line = f"{self.address} refuses a request: {reason}{hint}"
             raise RefusedByServer(line, response.status_code)
         with contextlib.suppress(ValueError):
             if isinstance(found := response.json(), dict):
                 return found
-        raise InputError(f"{self.address} replies with no JSON object ({told}); name an API server")
+        raise InputError(
+            f"{self.address} replies with no JSON object ({reason}); name an API server"
+        )
 
     def _wait(self, trouble: str, seconds: float) -> None:
         if trouble not in self._noticed:

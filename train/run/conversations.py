@@ -35,7 +35,7 @@ class AnswerRules(NamedTuple):
     max_prompt: int  # tokens
     max_new_tokens: int
     ignore_stop: bool  # answers continue past their end, and only ids are written
-    law: Sampling  # the seeds of all sampled answers derive from its seed
+    sampling: Sampling  # the seeds of all sampled answers derive from its seed
 
 
 class Conversation:
@@ -46,7 +46,7 @@ class Conversation:
     ) -> None:
         """`number` is the record's index among all; an InputError replaces an unreadable record."""
         self.record, self.rules, self.number = record, rules, number
-        self.said: list[Message] = []
+        self.messages: list[Message] = []
         self.prompt: list[int] | None = None
         self.fault = "a record without a user message; give it one"  # why no answer follows
         self._answers: list[dict[str, Any]] = []
@@ -62,11 +62,11 @@ class Conversation:
 
     def question(self) -> TargetQuestion:
         """The current prompt as a question; its sampling seed does not depend on the shard."""
-        law = self.rules.law
-        if law.temperature:
-            key = np.random.SeedSequence((law.seed, self.number, len(self.said)))
-            law = dataclasses.replace(law, seed=int(key.generate_state(1)[0]))
-        return TargetQuestion(self.number, self.prompt, law)
+        sampling = self.rules.sampling
+        if sampling.temperature:
+            key = np.random.SeedSequence((sampling.seed, self.number, len(self.messages)))
+            sampling = dataclasses.replace(sampling, seed=int(key.generate_state(1)[0]))
+        return TargetQuestion(self.number, self.prompt, sampling)
 
     def take(self, answer: TargetAnswer) -> None:
         """Adds the answer to the current prompt; a cut or empty answer ends the conversation."""
@@ -75,7 +75,7 @@ class Conversation:
             self.end("an answer without text: the target had nothing to say")
             return
         self.fault = ""
-        self.said = [*self._asked, {"role": "assistant", "content": answer.text}]
+        self.messages = [*self._asked, {"role": "assistant", "content": answer.text}]
         ids = {"prompt_ids": self.prompt, "token_ids": answer.token_ids}
         self._answers.append(ids | {"finish_reason": "stop" if answer.stopped else "length"})
         if past_end:
@@ -91,7 +91,7 @@ class Conversation:
         """The JSON line of the conversation, None if it has no answer."""
         if not self._answers:
             return None
-        whole = {"messages": self.said, "answers": self._answers}
+        whole = {"messages": self.messages, "answers": self._answers}
         # Text past the end of an answer is not a message, so the answer is written alone.
         written = self._answers[0] if self.rules.ignore_stop else whole
         about = {key: self.record.get(key) for key in ("source", "license")}
@@ -105,7 +105,7 @@ class Conversation:
 
     def _next_prompt(self) -> list[int] | None:
         longest = self.rules.max_prompt
-        self._asked = list(self.said)
+        self._asked = list(self.messages)
         for message in self._turns:
             self._asked.append(message)
             if message["role"] == "user":

@@ -89,7 +89,7 @@ def shared(
         if different := [line for line in different if line.startswith(DECISIVE)]:
             raise InputError(
                 f"--target-cache: cell {cell} does not read the rows of {name}: "
-                f"{listed(different)}; train it apart, by --cells, with a cache of its own"
+                f"{listed(different)}; train it apart, by --runs, with a cache of its own"
             )
     return flags._replace(taps=union([taps_of(config, target_cfg) for _, config in cells]))
 

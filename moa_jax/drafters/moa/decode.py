@@ -1,6 +1,6 @@
 """Cached drafting with a MoA drafter.
 
-digest    once per verification, on the target's machine: LSA, cache rows of CA and TLI
+condense  once per verification, on the target's machine: LSA, cache rows of CA and TLI
 extend    once per verification: writes the digest to the caches, maybe on another machine
 step      once per level of drafted nodes: SA, CA, TLI, head
 """

@@ -101,11 +101,11 @@ def _attend_parts(how: How, q_BKGTE: Array, kv: KV, seen: IntervalMask) -> Array
     B, K, G, T, E = q_BKGTE.shape
     k_parts, v_parts = (jnp.split(x, x.shape[2] // T, axis=2) for x in kv)
     parts = list(zip(k_parts, v_parts, seen.first_PBT, seen.last_PBT, strict=True))
-    whole = len(parts) - len(seen.behind)
+    whole = len(parts) - len(seen.offsets)
     q_BHTE = q_BKGTE.reshape(B, K * G, T, E)
     dtype = q_BKGTE.dtype if len(parts) == 1 else jnp.float32
     found = [attend_blocks(AttentionInputs(q_BHTE, *part), how, dtype) for part in parts[:whole]]
-    for far, part in zip(seen.behind, parts[whole:], strict=True):
+    for far, part in zip(seen.offsets, parts[whole:], strict=True):
         found.append(_attend_one(AttentionInputs(q_BHTE, *part), far))
     mixed_BHTE, _ = found[0]
     if len(found) > 1:
