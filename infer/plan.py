@@ -29,7 +29,16 @@ from infer.bench.plan.machines import machine
 from infer.bench.tables import gib, table_of
 from infer.cli.flags.config_file import SHAPES, read_config
 from infer.cli.flags.mesh import add_mesh_flag, as_flag
-from infer.cli.flags.pair import DEFAULT_TREE, EXPLICIT, add_tree_sizes, open_drafter, shape_of
+from infer.cli.flags.pair import (
+    DEFAULT_TREE,
+    EXPLICIT,
+    add_kind_flags,
+    add_pair_flag,
+    add_tree_sizes,
+    drafter_options,
+    open_drafter,
+    shape_of,
+)
 from infer.cli.program import Parser, above_zero, positive, run
 from moa_jax.config import DistillConfig, DraftShape
 from moa_jax.decode.programs import cache_rows_for
@@ -47,6 +56,7 @@ ASSUMED_TAU = {"plain": 1.0, "chain": 3.2, "tree": 4.98}  # of Llama-3-8B; the t
 def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")  # an attached accelerator is left alone
+    jax.config.update("jax_enable_compilation_cache", False)  # jax decides at the first compile
     request = request_of(args)
     print("compiling, which takes up to a minute", file=sys.stderr, flush=True)
     found = decoding.plan(request) | {"mode": args.mode}
@@ -58,8 +68,10 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
     """The `PlanRequest` of the flags; raises InputError for flags that contradict each other."""
     if args.mode is None and (args.drafter or args.depth or args.breadth or args.total_tokens):
         raise InputError("a draft without --mode, which is plain; add --mode chain or tree")
+    if args.shape is None and args.target is None:
+        raise InputError("no --shape; name the target to plan for")
     args.mode = args.mode or "plain"
-    target = _target(args.shape)
+    target = _target(args.shape or args.target)
     drafter = None if args.mode == "plain" else _drafter(args, target)
     shape = shape_of(args, drafter.depth) if drafter else DraftShape(1)
     found = machine(args.topology)
@@ -98,7 +110,11 @@ def _drafter(args: argparse.Namespace, target: Target) -> LoadedDrafter:
     if args.drafter is None:
         raise InputError(f"--mode {args.mode} drafts; name the drafter with --drafter")
     if not args.drafter.endswith(".py"):
-        return open_drafter(args.drafter, target)._replace(params=None)
+        return open_drafter(args.drafter, target, **drafter_options(args))._replace(params=None)
+    for flag, value in drafter_options(args).items():
+        if value is not None:
+            shown = flag.replace("_", "-")
+            raise InputError(f"--{shown}: {args.drafter} sets it; leave the flag out")
     config = read_config(args.drafter, DistillConfig)
     check_pairing(target_sizes(shapes_of(config.target)), target_sizes(target.config))
     method = method_of(config.drafter)
@@ -147,12 +163,14 @@ def _round(found: Plan) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("infer.plan", __doc__)
     group = parser.add_argument_group("models")
-    # Flags of a draft that only decoding programs have.
-    parser.set_defaults(num_speculative_tokens=None, paths=None, sampled_drafts=False)
+    add_pair_flag(parser, group)
+    # --pair sets `target`; the others are flags that only decoding programs have.
+    parser.set_defaults(target=None, num_speculative_tokens=None, paths=None, sampled_drafts=False)
     help = f"target: {', '.join(SHAPES)}, a folder with its config.json, or a GGUF file"
-    group.add_argument("--shape", metavar="NAME_OR_DIR", required=True, help=help)
+    group.add_argument("--shape", metavar="NAME_OR_DIR", help=help)
     help = "a config file of train.distill, or a drafter"
     group.add_argument("--drafter", metavar="FILE.py_OR_DIR", help=help)
+    add_kind_flags(group)
     group.add_argument("--weights", default="bfloat16", choices=FORMATS, help="their format")
     group = parser.add_argument_group("drafting")
     group.add_argument("--mode", choices=EXPLICIT, help="how to decode; default: plain")

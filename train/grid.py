@@ -1,4 +1,4 @@
-"""Trains drafters alike and compares them: `python -m train.grid --config configs/matched.py`.
+"""Trains drafters and compares them: `python -m train.grid --config configs/matched.py`.
 
 train.distill trains every cell of the grid. The same command resumes an interrupted grid; cells,
 learning rates and seeds may be added later. A finished run is not trained again; a run that was
@@ -37,7 +37,7 @@ from train.distill import distill
 from train.run import target_cache
 from train.run.grid_decoding import decode, decoding_of, prompts_of
 from train.run.grid_report import Row, render
-from train.run.grid_runs import GridRun, chosen_runs, files_of, other_files, runs_of
+from train.run.grid_runs import GridRun, chosen_runs, files_of, other_files, runs_of, sizes_of
 from train.run.settings import expanded
 from train.run.target_cache import CacheFlags
 
@@ -63,8 +63,9 @@ def train(
 
 
 def is_finished(each: GridRun) -> bool:
-    """Whether a run was trained to its end."""
-    return (each.folder / FINISHED).is_file()
+    """Whether a run was trained to its end, by this version."""
+    path = each.folder / FINISHED
+    return path.is_file() and "decoding" in read_json(path)
 
 
 def finish(each: GridRun, **facts: Any) -> None:
@@ -106,6 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
     grid = expanded(read_config(args.config, GridConfig))
     target = describe_target(grid.cells[0][1].target)
     mine = chosen_runs(runs_of(grid), args.runs)
+    sizes = sizes_of(grid, target)  # raises for a vocabulary that is absent
     rows_of(grid)  # raises for other settings before training starts
     if not args.report:
         if not all(map(is_finished, mine)):
@@ -114,11 +116,15 @@ def main(arguments: list[str] | None = None) -> None:
             return
         todo = [row for row in rows_of(grid) if not row["decoded"]]
         keys = [(row["cell"], row["seed"], row["learning_rate"]) for row in todo]
-        for each, shapes in decode(grid, [each for each in mine if each[:3] in keys]):
+        chosen = [each for each in mine if each[:3] in keys]
+        for each in chosen:
+            if not each.drafter.is_dir():
+                print(f"{each.folder}: no drafter folder, so it is not decoded", file=sys.stderr)
+        for each, shapes in decode(grid, [each for each in chosen if each.drafter.is_dir()]):
             left = read_json(each.folder / FINISHED)
             decoded = {"decoding": decoding_of(grid), "decoded": shapes}
             write_json(each.folder / FINISHED, left | decoded)
-    text = render(grid, rows_of(grid), target)
+    text = render(grid, rows_of(grid), target, sizes)
     Path(grid.directory).mkdir(parents=True, exist_ok=True)
     write_whole(Path(grid.directory, "report.md"), text + "\n")
     print(text)

@@ -39,9 +39,14 @@ FITS, DOES_NOT_FIT = 0, 3
 def main(arguments: list[str] | None = None) -> int:
     config, args = _asked(sys.argv[1:] if arguments is None else arguments)
     jax.config.update("jax_platforms", "cpu")  # an attached accelerator is left alone
+    jax.config.update("jax_enable_compilation_cache", False)  # jax decides at the first compile
     wanted = machine(args.topology)
     config, target_cfg = with_shapes(config)
-    found = training.plan(config, target_cfg, wanted, not args.full) | {"preset": args.preset}
+    found = training.plan(config, target_cfg, wanted, not args.full)
+    if found["hurried"] and training.is_close(found):
+        print("close to the limit: compiling again with full effort", file=sys.stderr, flush=True)
+        found = training.plan(config, target_cfg, wanted)
+    found |= {"preset": args.preset}
     print(to_json(found, indent=2) if args.json else described(found))
     return FITS if found["fits"] else DOES_NOT_FIT
 

@@ -104,7 +104,13 @@ def regenerate(args: argparse.Namespace) -> None:
     source = _endpoint(args, target, rules) if args.endpoint else _local(args, rules)
     with source as answers, Partial(output, _settings(args, answers)) as partial:
         _answer(records, answers, rules, partial)
-        left_out, short = partial.finish()
+        drifted, (left_out, short) = partial.drifted, partial.finish()
+    if drifted:
+        print(
+            f"{drifted} answers of an earlier version re-tokenize differently; remove the output "
+            "and answer again for exact tokens",
+            file=sys.stderr,
+        )
     for line in _lines(records, left_out, short):
         print(line, file=sys.stderr)
 

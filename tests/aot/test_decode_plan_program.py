@@ -138,6 +138,7 @@ def test_a_folder_names_its_own_pair(planned):
 
 
 DEMO = ["--shape", "moa_jax/demo/target"]
+WIDE = "--mode tree --drafter moa_jax/demo/draft --breadth 3000 --cache-rows 65536".split()
 
 
 @pytest.mark.parametrize(
@@ -171,6 +172,19 @@ DEMO = ["--shape", "moa_jax/demo/target"]
         ([*COMMAND, "--mode", "tree", "--drafter", PAPER, "--depth", "65"], "at most 64"),
         ([*COMMAND, "--mode", "chain", "--drafter", PAPER, "--breadth", "2"], "describes a tree"),
         ([*COMMAND, "--drafter", PAPER], "a draft without --mode, which is plain; add"),
+        ([*COMMAND, "--tau", "10"], "a round of 1 levels commits at most 1 tokens; lower it"),
+        (
+            [
+                *DEMO,
+                *"--mode tree --drafter moa_jax/demo/draft --breadth 3000 --depth 3 --cache-rows 8192".split(),
+            ],
+            "more than the 2048 tokens that can be drafted",
+        ),
+        (
+            [*COMMAND, "--mode", "chain", "--drafter", PAPER, "--target-layer-inference", "3"],
+            "--target-layer-inference: .* sets it; leave the flag out",
+        ),
+        ([], "no --shape; name the target to plan for"),
         ([*COMMAND, "--total-tokens", "9"], "a draft without --mode"),
     ],
 )

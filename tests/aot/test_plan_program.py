@@ -6,6 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -109,6 +110,25 @@ def test_a_drafter_is_planned_with_its_draft_vocabulary(tmp_path):
         assert found.drafter.draft_ids == (1, 4, 5) and sizes.vocab_size == vocab_size
     found = dataclasses.replace(config, target="meta-llama/Meta-Llama-3-8B-Instruct")
     assert "use the draft vocabulary of this target" in refusal(plan.with_shapes, found)
+
+
+def test_close_to_the_limit_a_run_is_compiled_as_it_is(planned):
+    """The figure of a hurried compile is right within some percent."""
+    plan.main([*COMMAND, "--data.rows_per_batch", "224"])
+    assert planned == [(224, True), (224, False)]
+
+
+@pytest.mark.parametrize(("parts", "peak"), [(1, 10), (2, 30)])
+def test_an_evaluation_of_more_rows_than_a_part_counts(monkeypatch, parts, peak):
+    """The optimizer's state lies beside it."""
+    sizes = iter([10 * GIB, 30 * GIB])
+    compiled = lambda traced, _: lowering.HloModule("", 0, next(sizes), traced.jaxpr)
+    monkeypatch.setattr(lowering, "compiled", compiled)
+    monkeypatch.setattr(machines, "devices", lambda _: jax.devices()[:1])
+    optim = dataclasses.replace(tiny.config.optim, accumulate=parts)
+    config, target_cfg = plan.with_shapes(dataclasses.replace(tiny.config, optim=optim))
+    memory = training.plan(config, target_cfg, machine("v5e:1x1"))["memory"]
+    assert memory["peak"] == peak * GIB + (memory["optimizer"] if parts > 1 else 0)
 
 
 def test_a_compile_as_a_run_does_is_asked_for(planned):

@@ -196,10 +196,32 @@ def measured(toys: list[ToyServer], line: str, monkeypatch) -> dict:
             Server(mode, stack.enter_context(listening(toy)), ToyChild())
             for mode, toy in zip(variants_of(args), toys, strict=True)
         ]
-        return json.loads(json.dumps(asyncio.run(run.measure(args, machine, started))))
+        document = {"machine": machine}
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(run.measure(args, started, document))
+        return json.loads(json.dumps(document))
 
 
 LINE = "--suite demo --modes plain,auto --slots 2"
+
+
+def test_a_cut_run_has_the_rates_so_far(monkeypatch):
+    play, left = run._play, iter(range(3))
+
+    async def cut(server, batch, times):
+        if batch[0]["seed"] < run.WARMING and next(left, None) is None:
+            raise asyncio.CancelledError
+        return await play(server, batch, times)
+
+    monkeypatch.setattr(run, "_play", cut)
+    toys = [ToyServer(), ToyServer()]
+    document = measured(toys, f"{LINE} --rates 50,60 --requests 3", monkeypatch)
+    assert [(row["rate"], row["mode"]) for row in document["rates"]] == [
+        (50.0, "plain"),
+        (50.0, "auto"),
+    ]
+    mark = {"by": "SIGINT", "done": 1, "of": 2}
+    assert "CUT by SIGINT after 1 of 2 rates." in results.render(document | {"cut": mark})
 
 
 def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path):

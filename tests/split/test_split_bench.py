@@ -158,6 +158,22 @@ def test_split_bench_table_shows_all(server, monkeypatch):
     assert "1 answers DIFFER" in table.render(made)
 
 
+def test_split_bench_that_is_interrupted_has_the_networks_so_far(server, monkeypatch):
+    whole = run.measure_network
+
+    def cut(bench, name, *rest):
+        if name == "4g":
+            raise KeyboardInterrupt
+        return whole(bench, name, *rest)
+
+    monkeypatch.setattr(run, "measure_network", cut)
+    monkeypatch.setattr(run, "server", lambda flags: contextlib.nullcontext(server.port))
+    flags = {"profiles": ["loopback", "4g"], "max_new_tokens": 16}
+    made = run.measure(toy_bench("stream", **flags))
+    assert [each["profile"] for each in made["profiles"]] == ["loopback"]
+    assert "CUT by SIGINT after 1 of 2 networks." in table.render(made)
+
+
 @pytest.mark.slow
 def test_split_bench_end_to_end(tmp_path, capsys):
     """A small random pair, a server process and an emulated network."""

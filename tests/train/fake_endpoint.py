@@ -24,6 +24,7 @@ class FakeEndpoint:
         self.models = [{"id": "scripted", "max_model_len": 4096}]
         self.model, self.key = "scripted", None
         self.gives_ids = True
+        self.probe_status = 200  # of the first request, for one token; 0 counts it as any other
         self.fault: Fault | None = None  # of all requests for completions
         self.posts: list[dict[str, Any]] = []  # that were answered
         self.times: list[float] = []  # of all requests for completions
@@ -72,6 +73,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self.check_key():
+            return
+        if self.body["max_tokens"] == 1 and self.endpoint.probe_status:  # the client's first
+            self.reply(self.endpoint.probe_status, self.endpoint.completion(self.body)[1])
             return
         with self.endpoint.lock:
             self.endpoint.times.append(time.monotonic())

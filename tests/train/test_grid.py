@@ -102,7 +102,7 @@ def test_the_best_rate_is_reported(tmp_path):
         (0, 1e-4, 1.7),
         (1, 1e-4, 1.2),
     ]
-    text = grids.render(grid, rows, TARGET)
+    text = grids.render(grid, rows, TARGET, sizes_of(grid, TARGET))
     size = f"{sizes_of(grid, TARGET)['moa']:,}"
     assert f"| moa | 0 | {size} | 0.0001 | 0.0001: 1.70, 0.001: 1.50 |\n" in text
     assert f"| moa | 1 | {size} | 0.0001 | 0.0001: 1.20, 0.001: - |\n" in text

@@ -7,6 +7,7 @@ import numpy as np
 from tests.train.toy_grids import TARGET, decoded_by, finish, toy_grid
 from train import grid as grids
 from train.run.grid_report import DRAWS, _taus, render
+from train.run.grid_runs import sizes_of
 
 
 def counted(tokens: list[int], rounds: list[int]) -> dict[str, list[int]]:
@@ -49,6 +50,16 @@ def test_means_of_seeds_draw_the_seeds_as_well():
     assert interval(fast, fast, bases=(slow, slow)) == "2.00 to 2.00"
 
 
+def test_the_report_names_settings_that_cells_do_not_share(tmp_path):
+    grid = toy_grid(tmp_path)
+    assert "Other settings" not in render(grid, [], TARGET, {})
+    (name, config), other = grid.cells
+    longer = dataclasses.replace(config, optim=dataclasses.replace(config.optim, total_steps=13))
+    grid = dataclasses.replace(grid, cells=((name, longer), other), reference=other[0])
+    text = render(grid, [], TARGET, {})
+    assert f"Other settings than {other[0]}:\n\n- {name}: optim.total_steps: 12 -> 13" in text
+
+
 def test_the_report_has_the_means_of_seeds(tmp_path):
     """A chain and a tree; a cell that is not decoded yet has no line in their tables."""
     grid = toy_grid(tmp_path, learning_rates=(), seeds=(0, 1))
@@ -57,7 +68,7 @@ def test_the_report_has_the_means_of_seeds(tmp_path):
     finished = zip(grids.runs_of(grid), ([2, 2], [4, 4], None, [4, 4], [4, 4], None), strict=True)
     for run, rounds in finished:
         finish(run, 1.5, **decoded_by(grid, rounds) if rounds else {})
-    text = render(grid, grids.rows_of(grid), TARGET)
+    text = render(grid, grids.rows_of(grid), TARGET, sizes_of(grid, TARGET))
     mean = "3.00 (2.00 to 4.00) | 1.50 (1.00 to 2.00)"
     assert text.count(f"\n| moa | 2 | {mean} | {mean} |\n") == 2
     mean = "2.00 (2.00 to 2.00) | 1.00"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import itertools
 import json
 import re
@@ -255,9 +256,21 @@ def test_a_refused_prompt_ends_its_conversation_alone(ask, fake, tmp_path, capsy
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) > 1
 
 
-def test_retry_after_is_obeyed(ask, fake, tmp_path):
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_server_that_refuses_every_request_leaves_conversations_open(ask, fake, tmp_path, status):
+    fake.probe_status = status
+    with pytest.raises(InputError, match=f"refuses a request: status {status}"):
+        ask(tmp_path / "a.jsonl", *LIMITED)
+    assert not list(tmp_path.iterdir()) and not fake.times
+
+
+@pytest.mark.parametrize("asked", ["1", "1.1", "date"])
+def test_retry_after_is_obeyed(ask, fake, tmp_path, asked):
     turns = itertools.count()
-    too_many = lambda handler: handler.reply(429, {}, Retry_After="1")
+    later = lambda: email.utils.formatdate(time.time() + 2.5, usegmt=True)  # in whole seconds
+    too_many = lambda handler: handler.reply(
+        429, {}, Retry_After=later() if asked == "date" else asked
+    )
     fake.fault = lambda handler: next(turns) == 0 and too_many(handler)
     ask(tmp_path / "a.jsonl", "--limit", "1", "--concurrency", "1")
     assert fake.times[1] - fake.times[0] >= 1

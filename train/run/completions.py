@@ -63,6 +63,10 @@ class Completions:
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": 0.0}
         return fields | drawn | {"top_k": sampling.top_k or -1, "seed": sampling.seed}
 
+    def probe(self) -> dict[str, Any]:
+        """A request for one token: a server that refuses it refuses every request."""
+        return self.request(TargetQuestion(-1, [0], self.rules.sampling)) | {"max_tokens": 1}
+
     def answer(self, reply: dict[str, Any], question: TargetQuestion) -> TargetAnswer:
         """The answer in a reply; raises InputError for a reply that cannot be used."""
         try:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import email.utils
+import math
 import random
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,8 +91,7 @@ class EndpointClient:
                 return self._read(response, reason)
             if tries == TRIES or self.stopping.is_set():
                 raise InputError(f"{self.address}: {reason}, {tries} times in a row")
-            asked = "" if response is None else response.headers.get("Retry-After", "")
-            asked_s = min(float(asked), LONGEST_WAIT_S) if asked.isdecimal() else 0.0
+            asked_s = 0.0 if response is None else _retry_after_s(response)
             self._wait(reason, max(wait_s, asked_s))
             if not (status == TOO_MANY and self._num_replies > before):
                 tries, wait_s = tries + 1, 2 * wait_s
@@ -101,6 +103,11 @@ class EndpointClient:
         except httpx.TimeoutException:
             return None, f"nothing came for {self._timeout_s:g} s"
         except httpx.RequestError as error:
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                line = f"{self.address}: its certificate is wrong ({first_line(error)}); "
+                raise InputError(
+                    f"{line}set SSL_CERT_FILE to a file that has its issuer"
+                ) from error
             return None, f"no answer ({first_line(error)})"
         text = " ".join(response.text.split())
         return response, f"status {response.status_code}: {text[:MOST_SHOWN]}"
@@ -123,3 +130,16 @@ class EndpointClient:
             line = f"{self.address}: {trouble}; again in {seconds:g} s"
             print(line, file=sys.stderr, flush=True)
         self.stopping.wait(seconds * random.uniform(1.0, 1.25))  # not all at the same time
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    """Seconds to wait by the header Retry-After, a number or a date; 0 without one."""
+    asked = response.headers.get("Retry-After", "")
+    try:
+        found = float(asked)
+    except ValueError:
+        try:
+            found = email.utils.parsedate_to_datetime(asked).timestamp() - time.time()
+        except ValueError:
+            found = 0.0
+    return min(max(found, 0.0), LONGEST_WAIT_S) if math.isfinite(found) else 0.0

@@ -131,7 +131,7 @@ def answer_all(
     under_way: dict[int, Conversation] = {}
     to_come = iter(talks)
 
-    def draft_one(talk: Conversation, answer: TargetAnswer | None = None) -> None:
+    def ask_next(talk: Conversation, answer: TargetAnswer | None = None) -> None:
         """Writes `answer` to `partial`, then submits the next question unless the talk is over."""
         talk.ask()
         if talk.prompt is None:
@@ -149,14 +149,14 @@ def answer_all(
             for answer in partial.answers_of(talk.number):
                 talk.ask()
                 talk.take(answer)
-            draft_one(talk)
+            ask_next(talk)
         if not under_way:
             return
         answer = answers.next()
         talk = under_way[answer.number]
         if isinstance(answer, TargetRefusal):
             talk.end(answer.fault)
-            draft_one(talk)
+            ask_next(talk)
         else:
             talk.take(answer)
-            draft_one(talk, answer)
+            ask_next(talk, answer)

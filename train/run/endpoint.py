@@ -49,8 +49,8 @@ class EndpointAnswers:
     ) -> None:
         """Queries the server's models; `model` None is the server's only model.
 
-        Raises InputError for a server that cannot be reached, refuses the key, lacks the model, or
-        states a context length too short for the flags.
+        Raises InputError for a server that cannot be reached, refuses the key or a first request,
+        lacks the model, or states a context length too short for the flags.
         """
         self.most_asked, self._num_asked = most_asked, 0
         self._answers: queue.SimpleQueue[TargetAnswer | TargetRefusal | Exception]
@@ -58,6 +58,7 @@ class EndpointAnswers:
         self._client = client
         self.model = _model_of(client.request("GET", MODELS), model, rules, client.address)
         self._completions = Completions(client.address, self.model, rules, ends)
+        client.request("POST", COMPLETIONS, self._completions.probe())
 
     def ask(self, question: TargetQuestion) -> None:
         """Sends a question in a new thread, unless an earlier question has failed."""

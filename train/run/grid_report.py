@@ -11,9 +11,10 @@ from infer.bench.statistics import DRAWS, SHARE, TauCounts, interval_of
 from infer.bench.tables import number, table_of, with_interval
 from moa_jax.config import DraftShape, GridConfig
 from moa_jax.pretrained import Target
+from moa_jax.training.fingerprint import changes, fingerprint, listed
 from train.run.grid_decoding import ENDINGS, DecodedCounts
-from train.run.grid_runs import sizes_of
 
+SHARED = ("data.", "optim.", "run.")  # settings that a fair comparison shares
 Row = dict[str, Any]  # a trained cell and seed at its best learning rate
 MEANING = """The learning rate with the highest simulated tau counts. Tau: tokens per verification
 over all rounds of up to {prompts} distinct held-out prompts that no cell was trained on, greedy, up
@@ -22,9 +23,11 @@ of {draws:,} bootstrap draws of the prompts, which both drafters of a ratio shar
 seeds."""
 
 
-def render(grid: GridConfig, rows: Sequence[Row], target: Target) -> str:
-    """The report in Markdown: a table of the runs, and a table of tau per shape."""
-    sizes = sizes_of(grid, target)
+def render(grid: GridConfig, rows: Sequence[Row], target: Target, sizes: Mapping[str, int]) -> str:
+    """The report in Markdown: a table of the runs, settings that differ, and tau per shape.
+
+    `sizes` has the number of trainable parameters per cell.
+    """
     runs = [
         {
             "cell": row["cell"],
@@ -35,7 +38,7 @@ def render(grid: GridConfig, rows: Sequence[Row], target: Target) -> str:
         }
         for row in rows
     ]
-    parts = [f"# Drafters for {target.folder}", table_of(runs)]
+    parts = [f"# Drafters for {target.folder}", table_of(runs), *_differences(grid)]
     of = {name: [r["decoded"] for r in rows if r["cell"] == name] for name, _ in grid.cells}
     decoded = {name: list(filter(None, seeds)) for name, seeds in of.items()}
     for index, shape in enumerate(grid.shapes):
@@ -49,6 +52,17 @@ def render(grid: GridConfig, rows: Sequence[Row], target: Target) -> str:
         parts += [f"## {_name_of(shape).capitalize()}", table_of(taus)]
     limits = {"prompts": grid.prompts, "limit": grid.max_new_tokens}
     return "\n\n".join([*parts, MEANING.format(share=SHARE, draws=DRAWS, **limits)])
+
+
+def _differences(grid: GridConfig) -> list[str]:
+    """A list of the settings in which cells differ from the reference, apart from the drafter."""
+    reference = fingerprint(dict(grid.cells)[grid.reference])
+    found = []
+    for name, config in grid.cells:
+        unlike = [each for each in changes(reference, config) if each.startswith(SHARED)]
+        unlike = [each for each in unlike if not each.startswith("optim.learning_rate:")]
+        found += [f"- {name}: {listed(unlike)}"] if unlike else []
+    return [f"Other settings than {grid.reference}:", "\n".join(found)] if found else []
 
 
 def _name_of(shape: DraftShape) -> str:

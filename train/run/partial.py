@@ -39,6 +39,7 @@ class Partial:
         cannot be written.
         """
         self.output, self.path = output, output.with_name(output.name + ".partial")
+        self.drifted = 0  # answers of earlier versions whose text re-tokenizes differently
         self._over: dict[int, dict[str, Any]] = {}
         self._answers_by_number: defaultdict[int, list[TargetAnswer]] = defaultdict(list)
         with contextlib.ExitStack() as stack:
@@ -133,7 +134,7 @@ class Partial:
         self._note(entry)
 
     def _note(self, entry: dict[str, Any]) -> None:
-        entry.pop("drifted", None)  # in files of earlier versions
+        self.drifted += bool(entry.pop("drifted", False))  # in files of earlier versions
         if "token_ids" in entry:
             self._answers_by_number[entry["number"]].append(TargetAnswer(**entry))
         else:

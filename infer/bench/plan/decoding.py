@@ -51,7 +51,8 @@ class PlanRequest(NamedTuple):
     def check(self) -> None:
         """Raises InputError for a request that cannot be planned."""
         name, chips, uses = self.machine.name, self.machine.num_chips, math.prod(self.mesh.values())
-        nodes, rows = self.shape.num_rows, self.cache_rows
+        nodes, rows, levels = self.shape.num_rows, self.cache_rows, self.shape.levels
+        breadth, vocab_size = self.shape.most_children, self.target.vocab_size
         faults = {
             f"topology {name} has {chips} chips, and decoding uses {uses}; name a machine of "
             f"{uses}, or add --mesh tensor={chips}": chips != uses,
@@ -60,6 +61,10 @@ class PlanRequest(NamedTuple):
             ),
             f"a cache of {rows} rows is too small for a draft of {nodes} nodes; raise "
             "--cache-rows": nodes >= rows,
+            f"--breadth {breadth} is more than the {vocab_size} tokens that can be drafted; choose "
+            "a smaller one": breadth > vocab_size,
+            f"--tau {self.tau:g}: a round of {levels} levels commits at most {levels} tokens; "
+            "lower it, or raise --depth": self.tau > levels,
             f"--rows-used {self.rows_used} is more than the {rows} rows of the cache; lower it": (
                 (self.rows_used or 0) > rows
             ),

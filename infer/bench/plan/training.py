@@ -5,8 +5,8 @@
 Times are modelled, not measured. Memory and collectives are those of the compiled program. A matrix
 product or Pallas kernel takes the longer of two times: its FLOPs at ATTAINED of the chip's peak,
 and its bytes at the memory's full rate. The arrays of all other kernels are written and read once.
-Collectives add their time, as if kernels hid none of them. Memory is that of the step: the
-evaluation between steps needs less, unless `optim.accumulate` is above 1.
+Collectives add their time, as if kernels hid none of them. The evaluation between steps takes the
+whole batch at once; it is compiled for its memory if a step takes the batch in several parts.
 
 Full optimisation for a TPU takes minutes. With low effort, libtpu is six times as fast and its
 memory figure is right within a few percent, which is enough unless the result is close to the
@@ -33,6 +33,7 @@ from moa_jax.training.update import abstract
 Plan = dict[str, Any]
 HURRY = {"tpu": {"exec_time_optimization_effort": -1.0}, "cuda": {}}
 ATTAINED = 0.7  # share of a chip's peak that large matrix products reach
+CLOSE = 0.1  # distance from the limit at which full optimisation may change the verdict
 
 
 def plan(
@@ -55,13 +56,19 @@ def plan(
     options = HURRY[machine.chip.compiler] if hurry else {}
     with jax.set_mesh(mesh), matmul_precision(config.run.dtype):
         step = lowering.compiled(update.trace(state, frozen, batch), options)
+        evaluation = HloModule(hlo="", peak_bytes=0)
+        if config.optim.accumulate > 1 and step.hlo is not None:
+            probe = jax.jit(program.probe).trace(state.params, frozen, batch)
+            evaluation = lowering.compiled(probe, options)
     held = {
         "target": num_bytes(frozen),
         "drafter": num_bytes(state.params),
         "optimizer": num_bytes(state) - num_bytes(state.params),
         "batch": num_bytes(batch),
     }
-    memory = held | {"temporary": step.peak_bytes - sum(held.values()), "peak": step.peak_bytes}
+    # The optimizer's state is not an argument of the evaluation.
+    peak = max(step.peak_bytes, evaluation.peak_bytes + held["optimizer"])
+    memory = held | {"temporary": peak - sum(held.values()), "peak": peak}
     limit = machine.chip.memory
     return {
         "topology": machine.name,
@@ -72,8 +79,14 @@ def plan(
         "accumulate": config.optim.accumulate,
         "memory": memory | {"limit": limit},
         "hurried": bool(options),
-        "fits": step.hlo is not None and step.peak_bytes <= limit,
+        "fits": None not in (step.hlo, evaluation.hlo) and peak <= limit,
     } | _cost(config, target_cfg, machine, step)
+
+
+def is_close(found: Plan) -> bool:
+    """Whether the peak is so close to the limit that full optimisation may change the verdict."""
+    peak, limit = found["memory"]["peak"], found["memory"]["limit"]
+    return abs(peak - limit) <= CLOSE * limit
 
 
 def _cost(

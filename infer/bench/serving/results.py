@@ -18,7 +18,7 @@ from infer.bench.arrivals import percentiles
 from infer.bench.drawing import colour, save_figure, tidy
 from infer.bench.serving.clients import RequestOutcome
 from infer.bench.statistics import median
-from infer.bench.tables import TableColumn, short, table_of
+from infer.bench.tables import TableColumn, cut_line, short, table_of
 
 Outcomes = Sequence[RequestOutcome]  # of one mode at one rate
 Row = Mapping[str, Any]
@@ -102,6 +102,7 @@ def render(document: Row) -> str:
         table_of(rows, COLUMNS),
         f"{compiled} programs WERE COMPILED while this was measured." if compiled else "",
         f"{different} answers DIFFER from those of plain decoding." if different else "",
+        cut_line(document, "rates"),
     ]
     return "\n\n".join(part for part in parts if part)
 

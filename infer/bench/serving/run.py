@@ -7,7 +7,8 @@
 Every mode runs in its own server process, on the same pair and the same machine.
 All servers receive the same requests, by Poisson arrivals. Only one server is under load at a time;
 the order of servers rotates.
-The exit code is 1 if answers to the same request differ in float32.
+The exit code is 1 if answers to the same request differ in float32. Ctrl-C and SIGTERM print the
+complete rates.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from infer.bench.serving import clients, results
 from infer.bench.serving.clients import RequestOutcome, questions_of, requests_of
 from infer.bench.serving.flags import check, parser_of, variants_of
 from infer.bench.serving.servers import PROGRAMS, Server, parse, serving, summarise_counters
+from infer.cli.documents import until_cut
 from infer.cli.program import progress
-from infer.server_process import ROOT, ended_by_sigterm
+from infer.server_process import ROOT
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
 from moa_jax.measure.turns import rotated
@@ -50,26 +52,34 @@ class Played(NamedTuple):
 def main(arguments: list[str] | None = None) -> int:
     args = parser_of(__doc__).parse_args(arguments)
     check(args)
-    machine = _machine()
-    with ended_by_sigterm(), serving(variants_of(args)) as servers:
-        document = asyncio.run(measure(args, machine, servers))
+    document: dict[str, Any] = {"machine": _machine()}
+    with until_cut() as cut, serving(variants_of(args)) as servers:
+        asyncio.run(measure(args, servers, document))
+    if not document.get("rates"):
+        sys.exit(cut.code)
+    document |= cut.mark(len(document["rates"]) // len(servers), len(args.rates), " rates")
     if args.plot:
         results.plot(document, Path(args.plot))
     print(to_json(document) if args.json else results.render(document))
+    if cut.error is not None:
+        return cut.code
     differs = any(row["different"] for row in document["rates"])
     return int(differs and document["settings"]["dtype"] == "float32")
 
 
 async def measure(
-    args: argparse.Namespace, machine: dict[str, Any], servers: Sequence[Server]
-) -> dict[str, Any]:
-    """The complete document; `rates` has a row per rate and mode."""
+    args: argparse.Namespace, servers: Sequence[Server], document: dict[str, Any]
+) -> None:
+    """Adds to the document; `rates` gets a row per mode when a rate is complete."""
     async with clients.client_of(servers[0].url) as client:
         (card,) = (await client.get("/v1/models")).json()["data"]
     questions = questions_of(args, card["max_model_len"])
     for server in servers:
         await _warm_up(server, args, questions)
-    rows = []
+    dtype = args.dtype or ("float32" if document["machine"]["platform"] == "cpu" else "bfloat16")
+    about = {"model": card["id"], "dtype": dtype, "questions": len(questions)}
+    document["settings"] = vars(args) | about
+    rows: list[dict[str, Any]] = document.setdefault("rates", [])
     with progress(len(args.rates) * len(servers), "runs") as bar:
         for index, rate in enumerate(args.rates):
             begin = index * args.requests
@@ -79,9 +89,6 @@ async def measure(
                 played[server.mode] = await _play(server, batch, times)
                 bar.step()
             rows += [{"rate": rate} | _row(server.mode, played) for server in servers]
-    dtype = args.dtype or ("float32" if machine["platform"] == "cpu" else "bfloat16")
-    about = {"model": card["id"], "dtype": dtype, "questions": len(questions)}
-    return {"settings": vars(args) | about, "machine": machine, "rates": rows}
 
 
 async def _warm_up(server: Server, args: argparse.Namespace, questions: list[str]) -> None:

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +31,9 @@ from infer.bench.split import table
 from infer.bench.split.flags import check, parser_of
 from infer.bench.split.pairs import NO_STOP, SplitBench, load, options_of, server_flags
 from infer.bench.statistics import median, quartiles
+from infer.cli.documents import CODES, until_cut
 from infer.cli.program import Progress, progress
-from infer.server_process import Child, ended_by_sigterm
+from infer.server_process import Child
 from infer.split_client.answering import SplitClient
 from infer.split_client.figures import figures_of, timed
 from infer.split_client.link import ServerAddress
@@ -53,6 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     check(args)
     document = measure(load(args))
     print(to_json(document) if args.json else table.render(document))
+    if "cut" in document:
+        return CODES[document["cut"]["by"]]
     differs = document["differences"] and document["settings"]["dtype"] == "float32"
     return DIFFERENT if differs else 0
 
@@ -61,10 +65,12 @@ def measure(bench: SplitBench) -> dict[str, Any]:
     """The complete document."""
     args, differences, found = bench.args, [], []
     total = len(args.profiles) * len(args.modes) * len(bench.prompts)
-    with ended_by_sigterm(), server(server_flags(bench)) as port, progress(total, "answers") as bar:
+    with until_cut() as cut, server(server_flags(bench)) as port, progress(total, "answers") as bar:
         for name in args.profiles:
             found.append(measure_network(bench, name, port, differences, bar))
             bar.line(f"{name}: done")
+    if not found:
+        sys.exit(cut.code)
     settings = {
         "target": str(args.target or "bundled"),
         "draft": str(args.draft or "bundled"),
@@ -78,7 +84,7 @@ def measure(bench: SplitBench) -> dict[str, Any]:
         "differences": differences,
         "settings": settings | {key: getattr(args, key) for key in SETTINGS},
         "machine": {"device_kind": jax.devices()[0].device_kind, "cores": os.cpu_count()},
-    }
+    } | cut.mark(len(found), len(args.profiles), " networks")
 
 
 @contextlib.contextmanager

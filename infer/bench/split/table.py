@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infer.bench.tables import precision, short, table_of
+from infer.bench.tables import cut_line, precision, short, table_of
 
 COLUMNS = {  # column head -> key of a mode's row
     "tokens/s": "tokens_per_s",
@@ -33,6 +33,7 @@ def render(document: dict[str, Any]) -> str:
         f"Local plain decoding: {short(document['local_plain_tokens_per_s'])} tokens/s.",
         table_of([_mode(profile, row) for profile in profiles for row in profile["modes"]]),
         f"{count} answers DIFFER from local plain decoding." if count else "",
+        cut_line(document, "networks"),
     ]
     return "\n\n".join(part for part in parts if part)
 
