@@ -176,7 +176,7 @@ WIDE = "--mode tree --drafter moa_jax/demo/draft --breadth 3000 --cache-rows 655
         (
             [
                 *DEMO,
-                *"--mode tree --drafter moa_jax/demo/draft --breadth 3000 --depth 3 --cache-rows 8192".split(),
+                *WIDE,
             ],
             "more than the 2048 tokens that can be drafted",
         ),
