@@ -192,7 +192,7 @@ def _check(prompt: list[int], index: int, new: int, target: Target) -> None:
 def _check_drafter(args: argparse.Namespace, half: ClientDrafter) -> None:
     """Raises InputError for a mode that this drafter does not support."""
     if args.offline and args.mode == "stream":
-        raise InputError("--mode stream needs the target, which --offline leaves out")
+        raise InputError("--mode stream needs the target; leave out --offline")
     if half.functions.draft_one is None and (args.offline or args.mode == "chain"):
         flag = "--offline" if args.offline else "--mode chain"
         raise InputError(f"{flag}: this drafter cannot write token by token; name another --draft")

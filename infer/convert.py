@@ -59,8 +59,8 @@ def convert_draft(flags: argparse.Namespace) -> dict[str, Any]:
     guesses = hasattr(drafter.config, "target_layer_inference")  # other kinds' notices state facts
     if layout in STATING and guesses and drafter.notices:
         raise InputError(
-            f"{flags.draft}: {drafter.notices[0]}: layout {layout} would state that as a fact, "
-            "so say it with --target-layer-inference"
+            f"{flags.draft}: {drafter.notices[0]}: layout {layout} would state that as a fact; "
+            "say it with --target-layer-inference"
         )
     depth = {} if drafter.depth is None else {"depth": drafter.depth}
     vocabulary, notices = vocabulary_beside(target, drafter), [*drafter.notices]
@@ -132,7 +132,7 @@ def convert_target(flags: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     flags = _parser().parse_args(arguments)
     if flags.target is None and flags.draft is not None:
-        raise InputError("--draft without --target: a drafter belongs to one target, name both")
+        raise InputError("--draft without --target: a drafter belongs to one target; name both")
     flags.target = flags.target or DEMO / "target"
     for flag in ("to", "method", "target_layer_inference", "for_client"):
         if not flags.draft and getattr(flags, flag) is not None:

@@ -147,7 +147,9 @@ def _parser() -> argparse.ArgumentParser:
 def _check(args: argparse.Namespace) -> None:
     """Raises InputError for flags that contradict each other, before models are loaded."""
     if (args.compare or args.check) and not _asked(args):
-        raise InputError("--compare and --check need --prompt, --prompt-ids or --prompts")
+        raise InputError(
+            "--compare and --check need prompts; add --prompt, --prompt-ids or --prompts"
+        )
     if cluster.is_asked(args) and (args.compare or not _is_given(args)):
         raise InputError(
             "several processes decode prompts that are given; use --prompts FILE, and leave out "

@@ -196,7 +196,9 @@ def _server_of(
 ) -> OpenAIServer:
     most = engine.max_tokens - 1
     if (args.max_prompt or 1) > most:
-        raise InputError(f"--max-prompt {args.max_prompt}: prompts of at most {most} tokens fit")
+        raise InputError(
+            f"--max-prompt {args.max_prompt}: prompts of at most {most} tokens fit; lower it"
+        )
     model = Model(
         name=args.served_model_name or _name_of(args.target),
         tokenizer=tokenizer_of(target.folder),

@@ -129,10 +129,12 @@ def _server_limits_of(args: argparse.Namespace) -> ServerLimits:
     if args.max_nodes >= MAX_DEPTH:
         raise InputError(f"--max-nodes {args.max_nodes}; choose from 1 to {MAX_DEPTH - 1}")
     if args.chunk > LARGEST_CHUNK:
-        raise InputError(f"--chunk {args.chunk}: clients take at most {LARGEST_CHUNK} at once")
+        raise InputError(
+            f"--chunk {args.chunk}: clients take at most {LARGEST_CHUNK} at once; lower it"
+        )
     if (most := max(args.warm or (1,))) > args.max_nodes + 1:
         raise InputError(
-            f"--warm {most}: drafts have at most {args.max_nodes + 1} nodes, the root included"
+            f"--warm {most}: drafts have at most {args.max_nodes + 1} nodes with the root; lower it"
         )
     return ServerLimits(
         num_slots=args.slots,

@@ -558,7 +558,7 @@ def _method_of(asked: str | None, config: dict[str, Any], names: set[str], folde
     if method not in DRAFTERS:
         known = ", ".join(DRAFTERS)
         found = f"a drafter of kind {method!r}" if method else "no drafter that we recognise"
-        raise InputError(f"{folder} holds {found}: these kinds are known: {known}")
+        raise InputError(f"{folder} holds {found}; choose a drafter of the kinds {known}")
     return method
 
 

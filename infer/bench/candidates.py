@@ -90,7 +90,7 @@ def modes_of(args: argparse.Namespace) -> list[str]:
     if not chosen or not set(chosen) <= {*EXPLICIT}:
         raise InputError(f"{shown} is no mode to evaluate drafts in; choose from chain, tree")
     if PLAIN in chosen:
-        raise InputError("--mode plain: there is nothing to compare, use --mode chain")
+        raise InputError("--mode plain: there is nothing to compare; use --mode chain")
     return chosen
 
 
@@ -172,9 +172,11 @@ def _options(text: str, options: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, _, value in (option.partition("=") for option in names(options)):
         if key not in OPTIONS:
-            raise InputError(f"--draft {text}: {key} is no option, known are {', '.join(OPTIONS)}")
+            raise InputError(
+                f"--draft {text}: {key} is no option; choose from {', '.join(OPTIONS)}"
+            )
         if key == "n" and not value.isdecimal():
-            raise InputError(f"--draft {text}: n={value} is no number of layers, write n=3")
+            raise InputError(f"--draft {text}: n={value} is no number of layers; write n=3")
         found[OPTIONS[key]] = int(value) if key == "n" else value
     return found
 

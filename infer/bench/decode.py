@@ -190,7 +190,9 @@ def weights_cost(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     answers = inputs.answers_of(args.weights_cost, target, args.limit or COST_LIMIT)
     texts = [(each.tokens_T, each.response_T) for each in answers]
     if not texts:
-        raise InputError(f"--weights-cost {args.weights_cost}: there is no answer in it")
+        raise InputError(
+            f"--weights-cost {args.weights_cost}: no answer in it; name conversations with answers"
+        )
     mesh = mesh_of(target.params)
     stored = load_target(target.folder, target.params["embed"].dtype, mesh=mesh)
     return {"conversations": len(texts), **fidelity(stored, target, texts)._asdict()}

@@ -31,7 +31,7 @@ SPEC_BENCH = "spec_bench"
 FILE = "question.jsonl"
 DEMO = Path(moa_jax.__file__).parent / "demo" / "questions"
 KNOWN = (
-    f"known are demo, paper, {', '.join(PAPER)}, {SPEC_BENCH}, a {FILE}, hub:NAME/SPLIT and "
+    f"choose from demo, paper, {', '.join(PAPER)}, {SPEC_BENCH}, a {FILE}, hub:NAME/SPLIT and "
     "tfds:NAME/SPLIT"
 )
 PUBLIC = ("hub:", "tfds:")
@@ -65,7 +65,7 @@ def load_suite(text: str, public_rows: int = PUBLIC_ROWS) -> list[Question]:
     found: list[Question] = []
     sets = list(_sets_of(text))
     if not sets:
-        raise InputError(f"--suite {text!r} names no set: {KNOWN}")
+        raise InputError(f"--suite {text!r} names no set; {KNOWN}")
     for name, path in sets:
         if any(question.set == name for question in found):
             raise InputError(f"--suite {text}: two sets are named {name}; take one of them")
@@ -131,7 +131,7 @@ def _read(name: str, path: str, public_rows: int) -> list[Question]:
         record = _from_public(record, len(found) + 1) if public else record
         question = _question(name, record, place)
         if question.id in found:
-            raise InputError(f"{place}: question_id {question.id} is there twice: number them anew")
+            raise InputError(f"{place}: question_id {question.id} is there twice; number them anew")
         found[question.id] = question
     if not found:
         raise InputError(f"{path} holds no questions; write one a line")

@@ -26,7 +26,7 @@ PEERS = {"transformers": ("torch", "transformers", "accelerate")}
 def check_peer(name: str, flag: str = "--compare") -> None:
     """Raises InputError for an unknown peer, and for a peer with a missing package."""
     if name not in PEERS:
-        raise InputError(f"{flag} {name}: known are {', '.join(PEERS)}")
+        raise InputError(f"{flag} {name} is no peer; choose from {', '.join(PEERS)}")
     for package in PEERS[name]:
         if importlib.util.find_spec(package) is None:
             raise InputError(f"{flag} {name}: {package} is missing; pip install '.[test]'")

@@ -85,7 +85,9 @@ def _tensors_of(path: Path) -> dict[str, Any]:
         ) from error
     of_names = isinstance(found, dict) and all(isinstance(name, str) for name in found)
     if not (of_names and found and all(isinstance(x, torch.Tensor) for x in found.values())):
-        raise InputError(f"{path} holds something else than tensors by name: is it of a model?")
+        raise InputError(
+            f"{path} holds something else than tensors by name; name a file of a model"
+        )
     return found
 
 

@@ -50,10 +50,12 @@ class DraftShape:
             ordered = sorted({tuple(map(int, path)) for path in paths}, key=_level_by_level)
         except (TypeError, ValueError) as error:
             raise InputError(
-                "the paths of a tree are lists of child ranks: [[0], [1], [0, 0]]"
+                "the paths of a tree are lists of child ranks; write [[0], [1], [0, 0]]"
             ) from error
         if not ordered or not ordered[0]:
-            raise InputError("a tree needs paths of at least one rank each: [[0], [1], [0, 0]]")
+            raise InputError(
+                "a tree needs paths of at least one rank each; write [[0], [1], [0, 0]]"
+            )
         return cls(1 + len(ordered[-1]), paths=tuple(ordered), **rest)
 
     def _check_paths(self) -> None:

@@ -104,7 +104,7 @@ class MaskConfig:
         if self.first_tokens and not self.bounded:
             raise InputError(
                 "first_tokens with bounded False: without the bound every token is the first of a "
-                "round already, so leave first_tokens out"
+                "round already; leave first_tokens out"
             )
 
 
@@ -295,6 +295,6 @@ class GridConfig:
         if len({config.target for _, config in self.cells}) > 1:
             raise InputError("the cells of a grid have several targets; give them one")
         if not self.seeds:
-            raise InputError("a grid needs at least one seed")
+            raise InputError("a grid has no seeds; give it one")
         at_least(1, self, "prompts")
         at_least(2, self, "max_new_tokens")  # the first token precedes all rounds

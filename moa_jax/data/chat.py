@@ -169,7 +169,9 @@ def render(
         )
     except Exception as error:  # a template is a program of its own and may raise anything
         reason = first_line(error)
-        raise InputError(f"the chat template refuses the messages: {reason}") from error
+        raise InputError(
+            f"the chat template refuses the messages ({reason}); change them or the template"
+        ) from error
     if not is_utf8(text):
         raise InputError("the messages are not valid UTF-8; write them in UTF-8")
     return text

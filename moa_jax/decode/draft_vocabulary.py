@@ -221,8 +221,8 @@ def _vector(tensors: Any, name: str, file: Path) -> np.ndarray:
     shape, dtype = found.get_shape(), found.get_dtype()
     if len(shape) != 1 or dtype not in _DTYPES[name]:
         raise InputError(
-            f"{file}: {name} is {dtype} of shape {shape}: it must be {_DTYPES[name][0]} with one "
-            "axis, so make it anew with train.vocabulary"
+            f"{file}: {name} is {dtype} of shape {shape}; it must be {_DTYPES[name][0]} with one "
+            "axis: make it anew with train.vocabulary"
         )
     return tensors.get_tensor(name)
 
@@ -234,7 +234,7 @@ def _ids_of_d2t(d2t_U: np.ndarray, vocab_size: int, file: Path) -> np.ndarray:
     twice = ids[1:][ids[1:] == ids[:-1]]
     if len(twice):
         raise InputError(
-            f"{file}: {_D2T} gives the id {twice[0]} more than once: store the target id less the "
+            f"{file}: {_D2T} gives the id {twice[0]} more than once; store the target id less the "
             "draft id in each place"
         )
     return ids

@@ -77,4 +77,4 @@ def prompt_ids_of(index: int, prompt: Any, vocab_size: int) -> list[int]:
 def check_stops(stop_ids: Sequence[int]) -> None:
     """Raises InputError for more than MOST_STOPS stop ids."""
     if len(stop_ids) > MOST_STOPS:
-        raise InputError(f"{len(stop_ids)} stop ids: at most {MOST_STOPS} for one answer")
+        raise InputError(f"{len(stop_ids)} stop ids; give at most {MOST_STOPS} for one answer")

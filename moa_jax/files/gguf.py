@@ -257,7 +257,9 @@ def _config(metadata: _Metadata, stored: Mapping[str, gguf.ReaderTensor]) -> dic
     """The config.json derived from the metadata and the names of the tensors."""
     width, heads = metadata.size("embedding_length"), metadata.size("attention.head_count")
     if width % heads and metadata.of_model("attention.key_length") is None:
-        raise InputError(f"{metadata.path}: {heads} heads do not divide a width of {width}")
+        raise InputError(
+            f"{metadata.path}: {heads} heads do not divide a width of {width}; convert it again"
+        )
     head_dim = metadata.of_model("attention.key_length", width // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if metadata.of_model(key, head_dim) != head_dim:
@@ -377,7 +379,9 @@ class GGUFReader(model_folder.TensorReader):
         """The tensors of a folder from `folder_of`; raises InputError if the file is missing."""
         path = (folder / LINK).resolve()
         if not path.is_file():
-            raise InputError(f"cannot read {path}: the GGUF file of {folder} is missing")
+            raise InputError(
+                f"cannot read {path}: the GGUF file of {folder} is missing; restore it"
+            )
         return cls(path, model_folder.read_json(folder / INDEX))
 
     def read(self, name: str) -> np.ndarray:

@@ -108,7 +108,9 @@ def _byte_level(get: Get, tokens: Sequence[str], where: str) -> Tokenizer:
         before = gpt2
     else:
         known = ", ".join((*SPLITS, *DIGITS, *GPT2))
-        raise InputError(f"{where}: tokenizer.ggml.pre {pre!r} is not supported; known are {known}")
+        raise InputError(
+            f"{where}: tokenizer.ggml.pre {pre!r} is not supported; use one of {known}"
+        )
     # Llama 3 keeps a word that is a token, even if merges would not produce the token.
     model = models.BPE(
         {token: id for id, token in enumerate(tokens)},

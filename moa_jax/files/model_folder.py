@@ -132,7 +132,9 @@ def read_json(path: Path) -> dict[str, Any]:
         # Given bytes, json detects UTF-16 and a byte order mark.
         content = json.loads(path.read_bytes(), object_pairs_hook=_once)
     except FileNotFoundError as error:
-        raise InputError(f"{path} is missing: is {path.parent} a model folder?") from error
+        raise InputError(
+            f"{path} is missing; check that {path.parent} is a model folder"
+        ) from error
     except ValueError as error:  # not JSON, not UTF-8, or a key with two values
         raise InputError(f"{path} is not valid JSON ({error}); fetch or write it again") from error
     if not isinstance(content, dict):
@@ -303,8 +305,8 @@ class TensorReader:
         stored = self._stored[name].dtype
         if stored not in FLOATS:
             raise InputError(
-                f"{self.file_of[name]}: {name} is stored as {stored}: "
-                f"only {', '.join(FLOATS)} are read, so save it in one of them"
+                f"{self.file_of[name]}: {name} is stored as {stored}; "
+                f"save it as one of {', '.join(FLOATS)}"
             )
         return FLOATS[stored]
 
@@ -428,7 +430,7 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder} holds {others[0]} but no model.safetensors, and other files are not read; "
             "save the model with save_pretrained of transformers"
         )
-    raise InputError(f"{folder} holds no model.safetensors: is it a model folder?")
+    raise InputError(f"{folder} holds no model.safetensors; name a model folder")
 
 
 def _shards(folder: Path) -> list[Path]:

@@ -86,7 +86,7 @@ def sizes_of_layer(shapes: Mapping[str, Shape], prefix: str, head_dim: int) -> t
 def tensor_shape(shapes: Mapping[str, Shape], name: str) -> Shape:
     """The shape of a tensor; raises InputError if the drafter's files lack the tensor."""
     if name not in shapes:
-        raise InputError(f"the drafter lacks the tensor {name}: is it of this kind?")
+        raise InputError(f"the drafter lacks the tensor {name}; name its kind with --method")
     return shapes[name]
 
 

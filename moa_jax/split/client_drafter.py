@@ -130,7 +130,7 @@ class ClientDrafter:
         if shape.num_rows > 2 * CHUNK:
             raise InputError(
                 f"a draft of depth {shape.depth} and breadth {shape.breadth} needs "
-                f"{shape.num_rows} rows of a cache, and {2 * CHUNK} are kept for it: draft less"
+                f"{shape.num_rows} rows of a cache, and {2 * CHUNK} are kept for it; draft less"
             )
         self._cache, tree = self._programs.run(_tree, self._cache, self._fed(text), shape=shape)
         tokens_N, parent_N = np.asarray(tree.tokens_BN)[0], np.asarray(tree.parent_BN)[0]

@@ -119,7 +119,7 @@ class TargetSlots:
         positions = target.config.max_position_embeddings
         if max_tokens > positions:
             raise InputError(
-                f"{max_tokens} tokens a session: the target has {positions} positions, allow fewer"
+                f"{max_tokens} tokens a session: the target has {positions} positions; allow fewer"
             )
         if not 1 <= max_nodes <= MAX_DEPTH:
             raise InputError(f"{max_nodes} nodes; choose from 1 to {MAX_DEPTH}")

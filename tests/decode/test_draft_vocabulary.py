@@ -146,9 +146,9 @@ def test_either_tensor_is_enough(load, tensors):
         ("d2t gives 3 ids and t2d marks 5, not the same", {"d2t": D2T, "t2d": ~T2D}),
         ("d2t gives 3 ids and t2d marks 3, not the same", {"d2t": D2T, "t2d": np.roll(T2D, 1)}),
         ("holds neither d2t nor t2d; make", {"lm_head.weight": np.zeros(3)}),
-        ("d2t is F64 of shape .3.: it must be I64 with one axis", {"d2t": D2T.astype(float)}),
-        ("t2d is I64 of shape .8.: it must be BOOL", {"t2d": T2D.astype(int)}),
-        ("d2t is I64 of shape .1, 3.: it must", {"d2t": D2T[None]}),
+        ("d2t is F64 of shape .3.; it must be I64 with one axis", {"d2t": D2T.astype(float)}),
+        ("t2d is I64 of shape .8.; it must be BOOL", {"t2d": T2D.astype(int)}),
+        ("d2t is I64 of shape .1, 3.; it must", {"d2t": D2T[None]}),
     ],
 )
 def test_refused_tensors(load, line, tensors):

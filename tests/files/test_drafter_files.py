@@ -218,7 +218,7 @@ def test_files_of_no_kind_are_refused(pair):
     edit_tensors(pair / "draft", drop="attention")
     edit_json(pair / "draft" / "config.json", architectures=["Walrus"])
     said = refusal(load_drafter, pair / "draft", load_target(pair / "target"))
-    assert "holds no drafter that we recognise: these kinds are known: moa, " in said
+    assert "holds no drafter that we recognise; choose a drafter of the kinds moa, " in said
 
 
 def test_a_whole_model_is_a_drafter_of_its_own(pair):

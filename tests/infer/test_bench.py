@@ -437,7 +437,7 @@ def test_answers_of_conversations_are_marked():
         ("--random-weights x.py", "no such config file"),
         ("--random-weights configs/tiny.py --target t", "leave out --target"),
         ("--random-weights configs/tiny.py --conversations c", "no tokenizer"),
-        ("--compare vllm", "known are transformers"),
+        ("--compare vllm", "choose from transformers"),
         ("--compare transformers --batch 2", "one prompt at a time"),
         ("--compare transformers --weights int8", "leave out --weights"),
         ("--weights-cost c.jsonl", "add --weights"),

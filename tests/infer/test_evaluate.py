@@ -206,7 +206,7 @@ def test_refused_flags(folder, tmp_path):
     again = lambda *more: refusal(evaluate.main, flags(folder, tmp_path / "run", *more))
     assert "two drafters are named a-chain" in again("--draft", f"a={folder}/draft")
     assert "--draft a/b=c; write NAME=DIR" in again("--draft", "a/b=c")
-    assert "a=b,k=2: k is no option, known are method, n" in again("--draft", "a=b,k=2")
+    assert "a=b,k=2: k is no option; choose from method, n" in again("--draft", "a=b,k=2")
     assert "n=x is no number of layers" in again("--draft", "a=b,n=x")
     assert "choose from chain, tree" in again("--modes", "chain,forest")
     assert "nothing to compare" in again("--modes", "plain,chain")

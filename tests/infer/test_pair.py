@@ -51,12 +51,12 @@ def test_vllms_json_is_spread_over_our_flags(monkeypatch):
 @pytest.mark.parametrize(
     "config, says",
     [
-        ({"method": 3}, "method is 3, give text"),
-        ({"model": None}, "model is None, give text"),
-        ({"num_speculative_tokens": "4"}, "is '4', give a whole number of at least 1"),
-        ({"num_speculative_tokens": True}, "is True, give a whole number"),
-        ({"num_speculative_tokens": 2.0}, "is 2.0, give a whole number"),
-        ({"num_speculative_tokens": 0}, "is 0, give a whole number of at least 1"),
+        ({"method": 3}, "method is 3; give text"),
+        ({"model": None}, "model is None; give text"),
+        ({"num_speculative_tokens": "4"}, "is '4'; give a whole number of at least 1"),
+        ({"num_speculative_tokens": True}, "is True; give a whole number"),
+        ({"num_speculative_tokens": 2.0}, "is 2.0; give a whole number"),
+        ({"num_speculative_tokens": 0}, "is 0; give a whole number of at least 1"),
         ({"draft_tensor_parallel_size": 1}, "has no meaning here"),
     ],
 )

@@ -57,11 +57,13 @@ def test_sets_below_the_data_folder(monkeypatch, tmp_path):
     line = refusal(suites.load_suite, "paper")
     assert "no file or folder" in line and "specbench/qa/question.jsonl" in line
     assert "two sets are named gsm8k" in refusal(suites.load_suite, "gsm8k,gsm8k")
-    assert "--suite nothing: no such set or file; known are" in refusal(
+    assert "--suite nothing: no such set or file; choose from" in refusal(
         suites.load_suite, "nothing"
     )
     for nothing in ("", ","):
-        assert f"--suite {nothing!r} names no set: known" in refusal(suites.load_suite, nothing)
+        assert f"--suite {nothing!r} names no set; choose from demo" in refusal(
+            suites.load_suite, nothing
+        )
     monkeypatch.setenv("MOA_DATA", str(tmp_path / "gone"))
     assert "set MOA_DATA" in refusal(suites.load_suite, "gsm8k")
 

@@ -172,7 +172,7 @@ PROMPTS = {
     "--prompt-ids 5 --max-new-tokens 100000": "positions",
     "--prompt-ids 5 --stop x": "--stop needs text",
     "--prompt-ids 5 --stop-ids 5000": "outside the target's vocabulary",
-    "--prompt-ids 5 --offline --mode stream": "--offline leaves out",
+    "--prompt-ids 5 --offline --mode stream": "leave out --offline",
 }
 
 

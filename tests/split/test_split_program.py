@@ -64,7 +64,7 @@ REFUSED = {  # flags, and what the one line says
     '--speculative-config {{"num_speculative_tokens":3}}': "give --lengths to infer.client",
     "--chunk 5000": "--chunk 5000: clients take at most 4096 at once",
     "--max-nodes 64": "--max-nodes 64; choose from 1 to 63",
-    "--warm 100": "--warm 100: drafts have at most 64 nodes, the root included",
+    "--warm 100": "--warm 100: drafts have at most 64 nodes with the root; lower it",
     "--warm 1,9 --max-nodes 7": "--warm 9: drafts have at most 8 nodes",
     "--ready-file {absent}/x.json": "no file can be written there; choose another path",
     "--idle-seconds 0": "not a number above 0",

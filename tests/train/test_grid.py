@@ -186,7 +186,7 @@ def test_one_cache_serves_all_cells_of_the_same_rows(tmp_path):
 def test_a_config_that_cannot_be_compared(tmp_path):
     with pytest.raises(InputError, match="no cell"):
         toy_grid(tmp_path, reference="walrus")
-    with pytest.raises(InputError, match="one seed"):
+    with pytest.raises(InputError, match="no seeds"):
         toy_grid(tmp_path, seeds=())
     with pytest.raises(InputError, match="several targets"):
         with_cell(toy_grid(tmp_path), target="other")

@@ -230,7 +230,7 @@ def named_pair(
         args.draft = args.method
     drafts = for_client or getattr(args, "mode", None) != "plain"
     if args.target is None and args.draft is not None and not needs_no_files(args.draft):
-        raise InputError("--draft without --target: a drafter belongs to one target, name both")
+        raise InputError("--draft without --target: a drafter belongs to one target; name both")
     if args.target is not None and args.draft is None and drafts:
         if (split or for_client) and getattr(args, "pair", None) is None:
             raise InputError("--target without --draft; name its drafter")
@@ -400,14 +400,14 @@ def _apply_speculative_config(args: argparse.Namespace) -> None:
     unknown = sorted(set(given) - set(_SPECULATIVE))
     if unknown:
         raise InputError(
-            f"--speculative-config: {', '.join(unknown)} has no meaning here, "
-            f"known are {', '.join(_SPECULATIVE)}"
+            f"--speculative-config: {', '.join(unknown)} has no meaning here; "
+            f"choose from {', '.join(_SPECULATIVE)}"
         )
     for key, value in given.items():
         flag, kind = _SPECULATIVE[key]
         if type(value) is not kind or (kind is int and value < 1):
             wanted = "text" if kind is str else "a whole number of at least 1"
-            raise InputError(f"--speculative-config: {key} is {value!r}, give {wanted}")
+            raise InputError(f"--speculative-config: {key} is {value!r}; give {wanted}")
         for same in (flag, "depth") if kind is int else (flag,):
             if getattr(args, same, None) is not None:
                 shown = same.replace("_", "-")

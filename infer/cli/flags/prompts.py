@@ -93,7 +93,7 @@ def _prompt_of(
     token_ids = (answers[-1] if answers else record).get("prompt_ids")
     if token_ids is not None:
         if not isinstance(token_ids, list) or not all(type(i) is int for i in token_ids):
-            raise InputError("`prompt_ids` is not a list of whole numbers")
+            raise InputError("`prompt_ids` is not a list of whole numbers; give a list")
         return token_ids, (), bool(answers)
     messages, unread = records.read_record(record)
     asked = records.prompt_of(messages)

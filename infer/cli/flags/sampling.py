@@ -111,7 +111,7 @@ def stopper(tokenizer: Any, texts: Sequence[str]) -> StopWhen | None:
     if not texts:
         return None
     if tokenizer is None:
-        raise InputError("--stop needs text: the target's folder has no tokenizer, use --stop-ids")
+        raise InputError("--stop needs text: the target's folder has no tokenizer; use --stop-ids")
     for text in texts:
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         if not text or text not in tokenizer.decode(token_ids, skip_special_tokens=True):

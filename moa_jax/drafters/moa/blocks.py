@@ -75,7 +75,7 @@ def _over_layers(cfg: MoaConfig, target_cfg: TargetConfig, plain: BlockConfig) -
     if size % 2 or not size:
         raise InputError(
             f"layer self-attention would split a memory of width {width} into {heads} heads of "
-            f"odd size {size}, but rotary embeddings turn pairs: for this target choose "
+            f"odd size {size}, but rotary embeddings turn pairs; for this target choose "
             "layer_mixing mean or last"
         )
     return dataclasses.replace(
