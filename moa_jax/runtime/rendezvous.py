@@ -131,25 +131,34 @@ def accept_all(
 ) -> Iterator[T]:
     """Yields `greet(socket)` for each caller until the timeout; logs callers that `greet` rejects.
 
-    Each caller has its own thread, so a silent caller does not delay the others.
+    Each caller has its own thread, so a silent caller does not delay the others. Callers that were
+    not yielded when the iteration ends are disconnected.
     """
-    greeted: queue.SimpleQueue[T] = queue.SimpleQueue()
+    greeted: queue.SimpleQueue[tuple[socket.socket, T]] = queue.SimpleQueue()
+    waiting: set[socket.socket] = set()
 
     def greet_one(caller: socket.socket) -> None:
         try:
-            greeted.put(greet(caller))
+            greeted.put((caller, greet(caller)))
         except Exception as error:  # a program that is not ours may send anything
             caller.close()
             logging.getLogger(__name__).warning(REJECTED, error)
 
     listener.settimeout(POLL_INTERVAL_S)
     end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        with contextlib.suppress(TimeoutError):
-            caller, _ = listener.accept()
-            threading.Thread(target=greet_one, args=(caller,), daemon=True).start()
-        while not greeted.empty():
-            yield greeted.get()
+    try:
+        while time.monotonic() < end:
+            with contextlib.suppress(TimeoutError):
+                caller, _ = listener.accept()
+                waiting.add(caller)
+                threading.Thread(target=greet_one, args=(caller,), daemon=True).start()
+            while not greeted.empty():
+                caller, found = greeted.get()
+                waiting.discard(caller)
+                yield found
+    finally:
+        for caller in waiting:
+            caller.close()
 
 
 def listen(host: str, port: int, backlog: int) -> socket.socket:
