@@ -138,6 +138,16 @@ def _known_programs() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _compilation_cache() -> Iterator[None]:
+    """Plans turn jax's compilation cache off for the rest of their process, which tests share."""
+    name = "jax_enable_compilation_cache"
+    before = getattr(jax.config, name)
+    yield
+    if getattr(jax.config, name) != before:
+        jax.config.update(name, before)
+
+
+@pytest.fixture(autouse=True)
 def _room_for_programs() -> Iterator[None]:
     """Forgets all programs where too many are in memory; they are read again from jax's cache."""
     global _num_compiles
