@@ -117,10 +117,10 @@ def main(arguments: list[str] | None = None) -> None:
         todo = [row for row in rows_of(grid) if not row["decoded"]]
         keys = [(row["cell"], row["seed"], row["learning_rate"]) for row in todo]
         chosen = [each for each in mine if each[:3] in keys]
-        for each in chosen:
-            if not each.drafter.is_dir():
-                print(f"{each.folder}: no drafter folder, so it is not decoded", file=sys.stderr)
-        for each, shapes in decode(grid, [each for each in chosen if each.drafter.is_dir()]):
+        absent = [each for each in chosen if not Path(each.config.output).is_dir()]
+        for each in absent:
+            print(f"{each.folder} is not decoded: it has no drafter; copy it here", file=sys.stderr)
+        for each, shapes in decode(grid, [each for each in chosen if each not in absent]):
             left = read_json(each.folder / FINISHED)
             decoded = {"decoding": decoding_of(grid), "decoded": shapes}
             write_json(each.folder / FINISHED, left | decoded)

@@ -16,12 +16,11 @@ Array = jax.Array
 
 
 def accept_with(probability: float, seed: int = 0) -> Callable[..., Array]:
-    """A `StaticConfig.token_chooser` that accepts a node's first child with `probability`, and no
-    other child.
+    """Returns a `StaticConfig.token_chooser` that accepts first children with `probability`.
 
-    The random number depends on (row, position), so a chain of depth d has a tau of 1 + p + ... +
-    p^(d-1). If the child is rejected, the token is the target's argmax, or the next id that is not
-    a child of the node. The logits are computed as usual.
+    Other children are rejected. The random number depends on (row, position), so a chain of depth d
+    has a tau of 1 + p + ... + p^(d-1). If the child is rejected, the token is the target's argmax,
+    or the next id that is not a child of the node. The logits are computed as usual.
     """
 
     def choose(

@@ -270,13 +270,13 @@ def _grow_static(
     feed: Feed, cache: Cache, root_B: Array, shape: DraftShape, sampler: CandidateSampler
 ) -> tuple[Tree, Cache]:
     """Grows a tree whose paths are fixed."""
-    level, tokens, laws = _root(root_B), [root_B[:, None]], []
+    level, tokens, draft_probs = _root(root_B), [root_B[:, None]], []
     for slot, rank, fed, ancestor_WX in static_levels(shape.tree_paths):
         # 1. Feed the level above: each node of this level is a candidate of its parent.
         found, cache = _expand(feed, cache, level, int(rank.max()) + 1, sampler)
         tokens_BW = found.tokens_BWk[:, slot, rank]
         tokens.append(tokens_BW)
-        laws.append(found.draft_BWV)
+        draft_probs.append(found.draft_BWV)
         # 2. The nodes with children are fed next.
         path_BWP = level.path_BWP[:, slot[fed]]
         level = Level(
@@ -286,7 +286,7 @@ def _grow_static(
             level.depth + 1,
         )
     tree = static_tree(jnp.concatenate(tokens, axis=1), shape.tree_paths)
-    return tree._replace(draft_BNV=_laws(laws, shape.tree_paths)), cache
+    return tree._replace(draft_BNV=_probs_of(draft_probs, shape.tree_paths)), cache
 
 
 def static_tree(tokens_BN: Array, paths: tuple[tuple[int, ...], ...]) -> Tree:
@@ -300,7 +300,7 @@ def static_tree(tokens_BN: Array, paths: tuple[tuple[int, ...], ...]) -> Tree:
     return Tree(tokens_BN, spread(parent_N), spread(depth_N), ancestor_NN[None])
 
 
-def _laws(fed: list[Array | None], paths: tuple[tuple[int, ...], ...]) -> Array | None:
+def _probs_of(fed: list[Array | None], paths: tuple[tuple[int, ...], ...]) -> Array | None:
     """The drafter's probs (B, N, V) at the nodes of a sampled draft, zeros at leaves; else None."""
     if not fed or fed[0] is None:
         return None

@@ -1,4 +1,4 @@
-"""What tests of real compilers share: marks for those that need one, and plans made once."""
+"""Tests of real compilers share marks for those that need one, and plans made once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What infer.plan reads off a program: what kernels write, by hand, and what a round costs."""
+"""infer.plan reads off a program: the arrays that kernels write, and the cost of a round."""
 
 from __future__ import annotations
 

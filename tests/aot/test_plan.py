@@ -1,4 +1,4 @@
-"""What train.plan reads off a program: FLOPs against a formula, and collectives."""
+"""train.plan reads off a program: FLOPs against a formula, and collectives."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import httpx
 import pytest
 
 from infer.cli.flags.pair import DEMO
@@ -262,6 +263,19 @@ def test_a_server_that_refuses_every_request_leaves_conversations_open(ask, fake
     with pytest.raises(InputError, match=f"refuses a request: status {status}"):
         ask(tmp_path / "a.jsonl", *LIMITED)
     assert not list(tmp_path.iterdir()) and not fake.times
+
+
+def test_a_wrong_certificate_ends_at_once(ask, fake, tmp_path, monkeypatch):
+    tries = []
+
+    def refused(*_, **__):
+        tries.append(1)
+        raise httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] self-signed certificate")
+
+    monkeypatch.setattr(httpx.Client, "request", refused)
+    with pytest.raises(InputError, match="its certificate is wrong .*; set SSL_CERT_FILE"):
+        ask(tmp_path / "a.jsonl", *LIMITED)
+    assert len(tries) == 1
 
 
 @pytest.mark.parametrize("asked", ["1", "1.1", "date"])

@@ -40,11 +40,6 @@ class GridRun(NamedTuple):
         """The folder of the run's files."""
         return Path(self.config.run.directory)
 
-    @property
-    def drafter(self) -> Path:
-        """The folder of the trained drafter."""
-        return self.folder / "drafter"
-
 
 def runs_of(grid: GridConfig) -> list[GridRun]:
     """All runs of a grid, ordered by seed, cell and learning rate."""
