@@ -412,7 +412,7 @@ def test_the_cost_of_weights_is_reported(stored, capsys, hasty, monkeypatch):
     text = report.render(found)
     assert "float32 with int8 weights" in text and "2 tokens of answers in 1 conversations" in text
     texts.clear()
-    assert "there is no answer in it" in refusal(bench.main, flags)
+    assert "no answer in it; name" in refusal(bench.main, flags)
 
 
 def test_answers_of_conversations_are_marked():
