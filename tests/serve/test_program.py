@@ -135,8 +135,8 @@ def test_keys_are_read_and_compared(files):
         read_keys(files["empty"])
 
 
-@pytest.mark.parametrize("target; name", [(None, "moa-jax-demo"), ("org/Some-7B", "org/Some-7B")])
-def test_a_model_has_the_name_of_its_target(target; name, tmp_path):
+@pytest.mark.parametrize("target, name", [(None, "moa-jax-demo"), ("org/Some-7B", "org/Some-7B")])
+def test_a_model_has_the_name_of_its_target(target, name, tmp_path):
     assert serve._name_of(target) == name
     (tmp_path / "mine").mkdir()
     assert serve._name_of(f"{tmp_path}/mine/") == "mine"
