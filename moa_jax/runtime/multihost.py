@@ -35,6 +35,7 @@ HEARTBEAT_TIMEOUT_S = 20.0
 CAUSE_TIMEOUT_S = 2.0  # for the failure of another process, which may have caused an error here
 EXIT_TIMEOUT_S = 10.0  # for the other processes to exit before process 0
 FORCED_EXIT_S = 20.0  # for all of a shutdown: stderr may block
+OF_FIRST = "raised by process 0"  # a note of exceptions, whichever process reports them first
 
 _group: ProcessGroup | None = None  # of this process, since `join`
 
@@ -76,7 +77,9 @@ def on_first(function: Callable[[], T]) -> T:
     outcome = _broadcast(outcome)
     if "result" not in outcome:
         ((kind, arguments),) = outcome.items()
-        raise _RAISED_BY_NAME[kind](*arguments)
+        error = _RAISED_BY_NAME[kind](*arguments)
+        error.add_note(OF_FIRST)
+        raise error
     return outcome["result"]
 
 
@@ -343,4 +346,5 @@ def ending_together(
     except BaseException as error:
         # jax raises one of these if a collective breaks because another process has ended.
         caused = isinstance(error, RuntimeError | ValueError) and not isinstance(error, InputError)
-        group.end((caused and group.cause()) or Failure(index(), *describe(error)))
+        process = 0 if OF_FIRST in getattr(error, "__notes__", ()) else index()
+        group.end((caused and group.cause()) or Failure(process, *describe(error)))

@@ -48,6 +48,13 @@ from infer.cli.flags import cluster
 def raising(error):
     raise error
 
+def late(function):
+    try:
+        function()
+    except OSError:
+        time.sleep(1)
+        raise
+
 def main(arguments=None):
     parser = Parser("toy")
     cluster.add_flags(parser)
@@ -120,7 +127,13 @@ def test_a_fault_on_one_process_ends_both():
 @pytest.mark.parametrize(
     "first, second, code, lines",
     [
-        (MISSING, MISSING, 2, [f"toy: {NO_FILE}", f"toy: (process 0: )?{NO_FILE}"]),
+        (MISSING, MISSING, 2, [f"toy: {NO_FILE}", f"toy: process 0: {NO_FILE}"]),
+        (
+            f"late(lambda: {MISSING})",
+            MISSING,
+            2,
+            [f"toy: {NO_FILE}", f"toy: process 0: {NO_FILE}"],
+        ),
         (
             "Path('missing/file').read_text()",
             WAIT,
@@ -139,7 +152,17 @@ def test_a_fault_on_one_process_ends_both():
         ("pass", "raising(InputError('x: bad: mend it'))", 2, ["process 1: x: bad", "x: bad"]),
         ("time.sleep(2)", "pass", 0, []),
     ],
-    ids=["told of", "path", "refused", "interrupted", "fault told of", "late", "later", "nothing"],
+    ids=[
+        "told of",
+        "told of first",
+        "path",
+        "refused",
+        "interrupted",
+        "fault told of",
+        "late",
+        "later",
+        "nothing",
+    ],
 )
 def test_both_end_alike(first, second, code, lines):
     found = ends(first, second)
