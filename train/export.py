@@ -71,7 +71,7 @@ def step_of(config: DistillConfig, checkpoint: str) -> int:
         raise InputError(f"--checkpoint {checkpoint}; say best, newest or a step")
     steps = steps_of(config)
     if not steps:
-        raise InputError(f"{config.run.directory}: there is no checkpoint yet")
+        raise InputError(f"{config.run.directory}: no checkpoint yet; train, or name another run")
     if checkpoint == "newest":
         return steps[-1]
     taus = taus_of(config)

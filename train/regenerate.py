@@ -100,7 +100,9 @@ def regenerate(args: argparse.Namespace) -> None:
     records = dict(_records(args))
     if not records:
         where = "in shard {}/{}".format(*args.shard) if args.shard else "there"
-        raise InputError(f"{args.prompts}: no records of {args.sources or 'any source'} {where}")
+        raise InputError(
+            f"{args.prompts}: no records of {args.sources or 'any source'} {where}; name others"
+        )
     source = _endpoint(args, target, rules) if args.endpoint else _local(args, rules)
     with source as answers, Partial(output, _settings(args, answers)) as partial:
         _answer(records, answers, rules, partial)

@@ -109,7 +109,8 @@ def _answer(
 def _report(args: argparse.Namespace, tally: RecordTally, found: bool) -> None:
     """Prints the left-out records on stderr; raises InputError if no record has an answer."""
     if not found and not tally.faults:
-        raise InputError(f"{args.corpus}: no records of {args.sources or 'any source'}")
+        sources = args.sources or "any source"
+        raise InputError(f"{args.corpus}: no records of {sources}; name another corpus")
     if not found:
         raise InputError(
             f"{args.corpus}: none of {tally.total} records has an answer; {tally.most_frequent()}"

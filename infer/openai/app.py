@@ -251,7 +251,8 @@ class OpenAIServer:
                     parts.append(part)
         except TimeoutError:
             seconds = self.limits.body_seconds
-            raise APIError(SLOW_BODY, f"the body did not come within {seconds:g} s") from None
+            message = f"the body did not arrive within {seconds:g} s; send it again"
+            raise APIError(SLOW_BODY, message) from None
         if size > most:
             parts.clear()
             with contextlib.suppress(TimeoutError):  # a client that sends reads no reply

@@ -166,14 +166,16 @@ def object_of(data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data.decode("utf-8"), parse_constant=_not_json)
     except (ValueError, RecursionError) as error:
-        raise bad("body", f"the body is no JSON: {error}") from error
+        raise bad("body", f"the body is not JSON: {error}; send a JSON object") from error
     if not isinstance(found, dict):
-        raise bad("body", "the body is no JSON object; send {...} with the fields of the request")
+        raise bad(
+            "body", "the body is not a JSON object; send {...} with the fields of the request"
+        )
     return found
 
 
 def _not_json(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 _fields_of = functools.cache(msgspec.structs.fields)  # resolves type hints, 80 us a call

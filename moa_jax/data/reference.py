@@ -95,7 +95,10 @@ def reference_encode(
     templates = reference_templates(tokenizer, vocab_size)
     tokens_T = _ids(tokenizer, render(tokenizer, messages))[:max_length]
     if (tokens_T == vocab_size - 1).any():
-        raise InputError(f"a text with token {vocab_size - 1}, the sentinel of answers='reference'")
+        raise InputError(
+            f"token {vocab_size - 1} is the sentinel of answers='reference' and occurs in a text; "
+            "remove that record"
+        )
     headers = [_ids(tokenizer, template) for template in templates]
     question_starts, answer_headers = (_find(tokens_T, header) for header in headers)
     answer_starts = answer_headers + len(headers[1])

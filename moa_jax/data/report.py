@@ -139,7 +139,7 @@ def total(reports: Sequence[DataReport]) -> DataReport:
 
 def refusal(place: str, why: str) -> InputError:
     """The error for an unusable record if `data.bad_records` refuses such records."""
-    return InputError(f"{place}: {why} (or set data.bad_records to skip)")
+    return InputError(f"{place}: {why}, or set data.bad_records to skip")
 
 
 class Tally:

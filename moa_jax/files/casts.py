@@ -47,7 +47,7 @@ def refusal(array: np.ndarray, dtype: np.dtype, where: str) -> InputError | None
     if grown := num_not_finite(to_dtype(array, dtype)) - found:
         wide = [name for name in DTYPES if num_not_finite(to_dtype(array, np.dtype(name))) == found]
         advice = f"choose {' or '.join(wide)}" if wide else "fetch the model again"
-        return InputError(f"{where}: {grown:,} finite numbers become infinite in {dtype}: {advice}")
+        return InputError(f"{where}: {grown:,} finite numbers become infinite in {dtype}; {advice}")
     if found:
         return InputError(f"{where} holds {found:,} NaN or infinite values; fetch the model again")
     return None

@@ -213,7 +213,7 @@ def test_export_writes_the_drafter_of_a_checkpoint(small_target, tmp_path, capsy
         with pytest.raises(InputError, match=line):
             exported(checkpoint, "refused")
     assert not (tmp_path / "refused").exists()
-    with pytest.raises(InputError, match="there is no checkpoint yet"):
+    with pytest.raises(InputError, match="no checkpoint yet; train"):
         export.step_of(distill_config(tmp_path / "other", small_target), "best")
     with pytest.raises(InputError, match="other settings: horizon: 3 -> 4"):
         export.export(dataclasses.replace(config, horizon=4), 12)
@@ -409,10 +409,10 @@ def test_a_tilde_is_the_users_folder_wherever_files_are_written(
             ["--optim.total_step", "7"],
             "no such setting: --optim.total_step; replace 'total_step' by one of",
         ),
-        (["--optim.total_steps", "many"], "'many' is not int"),
+        (["--optim.total_steps", "many"], "'many'; write a value of type int"),
         (["--optim.total_steps"], "give it a value"),
-        (["--data.answers", "all"], "'all' is not one of turns, reference"),
-        (["--target.size", "3"], "'target' holds a value, not settings"),
+        (["--data.answers", "all"], "'all'; choose from turns, reference"),
+        (["--target.size", "3"], "'target' is not a group; write --target VALUE"),
         (["7"], "is not an override"),
     ],
 )
@@ -513,7 +513,7 @@ def test_a_preset_comes_before_flags_and_an_unknown_one_is_refused():
     assert load_config(path, DistillConfig, flags, "h200:1").optim.accumulate == 2
     assert load_config(path, DistillConfig, [], "none") == read_config(path, DistillConfig)
     line = refusal(distill.main, ["--config", path, "--preset", "h200:2"])
-    assert line.startswith(f"--preset h200:2: {path} has no such preset, it has v5e:4x4, ")
+    assert line.startswith(f"--preset h200:2: no such preset in {path}; choose from v5e:4x4, ")
     tiny = str(ROOT / "configs" / "tiny.py")
     line = refusal(distill.main, ["--config", tiny, "--preset", "h200:1"])
-    assert line.endswith("has no such preset, it has none")
+    assert line.endswith(f"no such preset in {tiny}; leave the flag out")

@@ -130,7 +130,10 @@ def check(config: PretrainConfig | DistillConfig) -> None:
         )
     if config.run.tensorboard:
         if is_stored(place(config.run.directory)):
-            raise InputError("run.tensorboard: events are written to a folder, not to a store")
+            raise InputError(
+                "run.tensorboard: no events can be written to a store; choose a folder as "
+                "run.directory, or leave it false"
+            )
         check_tensorboard()
 
 

@@ -122,7 +122,8 @@ def _replace(config: Config, settings: list[tuple[list[str], str, str]]) -> Conf
         elif dataclasses.is_dataclass(getattr(config, field)):
             below.setdefault(field, []).append((rest, text, name))
         else:
-            raise InputError(f"--{name}: {field!r} holds a value, not settings")
+            setting = name.removesuffix("." + ".".join(rest))
+            raise InputError(f"--{name}: {field!r} is not a group; write --{setting} VALUE")
     values |= {field: _replace(getattr(config, field), inner) for field, inner in below.items()}
     return dataclasses.replace(config, **values)
 
@@ -135,7 +136,7 @@ def _parse(text: str, hint: Any, name: str) -> Any:
     if origin is typing.Literal:
         if text in options:
             return text
-        raise InputError(f"--{name}: {text!r} is not one of {', '.join(options)}")
+        raise InputError(f"--{name}: {text!r}; choose from {', '.join(options)}")
     if origin is tuple:
         return tuple(_parse(part, options[0], name) for part in text.split(",") if part)
     if origin is types.UnionType:
@@ -150,5 +151,5 @@ def _parse(text: str, hint: Any, name: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not hint:
-        raise InputError(f"--{name}: {text!r} is not {hint.__name__}")
+        raise InputError(f"--{name}: {text!r}; write a value of type {hint.__name__}")
     return value

@@ -42,8 +42,8 @@ def read_preset(path: str, name: str) -> Settings:
     """
     presets = presets_of(path)
     if name not in presets:
-        has = f"it has {', '.join(presets)}" if presets else "it has none"
-        raise InputError(f"--preset {name}: {path} has no such preset, {has}")
+        advice = f"choose from {', '.join(presets)}" if presets else "leave the flag out"
+        raise InputError(f"--preset {name}: no such preset in {path}; {advice}")
     return presets[name]
 
 
