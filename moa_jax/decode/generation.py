@@ -13,7 +13,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +22,17 @@ import numpy as np
 
 from moa_jax.config import DraftShape
 from moa_jax.decode import finite, logprobs
+from moa_jax.decode.auto import Chooser
 from moa_jax.decode.calls import that_tell
 from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.decode.programs import Program
 from moa_jax.decode.sampling import BatchSampling
-from moa_jax.decode.state import NEVER, DecodeState, StopConditions
+from moa_jax.decode.state import NEVER, DecodeState, StopConditions, Weights
+from moa_jax.pretrained import Target
 from moa_jax.runtime.multihost import gathered
 
-if TYPE_CHECKING:
-    from moa_jax.decode.session import Session
-
+# The arguments that a loop of rounds is compiled for.
+LoopArrays = tuple[DecodeState, StopConditions, BatchSampling]
 # (generated tokens) -> the number of tokens to keep if they hold a stop, else None
 StopWhen = Callable[[list[int]], int | None]
 
@@ -72,6 +74,27 @@ class Call(NamedTuple):
     seconds: float  # host time included
 
 
+class Decoder(Protocol):
+    """The part of `Session` that a generation uses; methods are documented there."""
+
+    target: Target
+    ways: tuple[DraftShape, ...]
+    chooser: Chooser | None
+    catches_up: bool
+    alone: AbstractContextManager[Any]
+
+    @property
+    def weights(self) -> Weights: ...
+
+    def agreed(self, choose: Callable[[], tuple[int, int]]) -> tuple[int, int]: ...
+
+    def next(self, arrays: LoopArrays, ready: set[DraftShape]) -> tuple[DraftShape, int]: ...
+
+    def loop(self, *arrays_and_shape: Any) -> Program: ...
+
+    def catching_up(self, state: DecodeState) -> Program: ...
+
+
 class Generation:
     """Prompts after prefill, and their answers so far.
 
@@ -80,7 +103,7 @@ class Generation:
 
     def __init__(
         self,
-        session: Session,
+        session: Decoder,
         prompts: Sequence[Sequence[int]],
         started: tuple[DecodeState, StopConditions, BatchSampling, float],
         teaches: bool = True,
@@ -170,8 +193,8 @@ class Generation:
         return seconds
 
     @property
-    def arrays(self) -> tuple[DecodeState, StopConditions, BatchSampling]:
-        """The arguments that a loop of rounds is compiled for."""
+    def arrays(self) -> LoopArrays:
+        """The arguments of the next call of a loop."""
         return self.state, self.limits, self.batch_sampling
 
     def look(self, stop_when: StopWhen) -> None:

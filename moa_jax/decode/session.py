@@ -26,7 +26,7 @@ from moa_jax.decode.auto import PLAIN, Chooser
 from moa_jax.decode.background import BackgroundWorker, can_compile_more
 from moa_jax.decode.costs import Costs, priced_as
 from moa_jax.decode.draft_vocabulary import DraftVocabulary
-from moa_jax.decode.generation import Generation, Result, StopWhen, shapes_of
+from moa_jax.decode.generation import Generation, LoopArrays, Result, StopWhen, shapes_of
 from moa_jax.decode.limits import CacheLimits, prompt_ids_of
 from moa_jax.decode.programs import ROWS_OF_A_TILE, Programs, cache_rows_for, chunks_for
 from moa_jax.decode.sampling import BatchSampling, make_batch_sampling
@@ -308,9 +308,7 @@ class Session:
         """Returns the compiled `step.synced`: (weights, state) -> state; donates the state."""
         return self._programs[self.shape].compile(step.synced, state)
 
-    def next(
-        self, arrays: tuple[DecodeState, StopConditions, BatchSampling], ready: set[DraftShape]
-    ) -> tuple[DraftShape, int]:
+    def next(self, arrays: LoopArrays, ready: set[DraftShape]) -> tuple[DraftShape, int]:
         """Returns the shape of a batch's next rounds, and the rounds until the next choice.
 
         `ready` has the shapes whose programs are compiled; the call adds newly compiled shapes to
@@ -348,15 +346,13 @@ class Session:
         """
         return on_first(choose) if sharding.spans_processes(self.mesh) else choose()
 
-    def _is_ready(
-        self, way: DraftShape, arrays: tuple[DecodeState, StopConditions, BatchSampling]
-    ) -> bool:
+    def _is_ready(self, way: DraftShape, arrays: LoopArrays) -> bool:
         own = self._programs[self.shape]
         needs = way.num_drafted or own.is_compiled(step.synced, arrays[0])
         return needs and self._programs[way].is_compiled(step.decode, *arrays)
 
     def _preparing(
-        self, way: DraftShape, arrays: tuple[DecodeState, StopConditions, BatchSampling]
+        self, way: DraftShape, arrays: LoopArrays
     ) -> tuple[Hashable, Callable[[], None]]:
         """Returns name and function of a background job that compiles a shape's programs."""
         like = shapes_of(arrays)  # the job must not keep the arrays alive
