@@ -23,10 +23,8 @@ compared with this run.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +33,7 @@ import numpy as np
 
 from infer.bench import fidelity, golden
 from infer.bench.compare import bundled_questions
-from infer.bench.fidelity import Closeness, Fidelity, TopLogits
+from infer.bench.fidelity import Closeness, TopLogits
 from infer.bench.golden import Golden, GoldenPrompt
 from infer.bench.tables import TableColumn, percent, precision, short, table_of
 from infer.bench.thresholds import Thresholds, add_threshold_flags, faults_of, thresholds_of
@@ -85,13 +83,6 @@ class DecodedPrompt(NamedTuple):
         return [*self.prompt_ids, *self.token_ids]
 
 
-class Reference(NamedTuple):
-    """Logits to compare with, one entry per prompt, and the software that computed them."""
-
-    made_by: str
-    logits: Iterable[np.ndarray | TopLogits]  # (T, V), or the top logits only
-
-
 def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     _check(args)
@@ -100,8 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
     answers = _answers(args, target, drafter, known)
     prompts, compared, kept = [], [], []
     limits = thresholds_of(args, args.weights or str(target.params["embed"].dtype))
-    with _reference(args, target, answers, known) as reference:
-        for answered, logits in zip(answers, reference.logits, strict=True):
+    with tempfile.TemporaryDirectory() as folder:
+        made_by, references = _references(args, target, answers, known, folder)
+        for answered, logits in zip(answers, references, strict=True):
             if args.reference is not None:
                 ours_TV = fidelity.logits_of(target, answered.sequence)
                 compared.append(fidelity.closeness(logits, ours_TV))
@@ -110,14 +102,14 @@ def main(arguments: list[str] | None = None) -> int:
                 kept.append(GoldenPrompt(answered.prompt_ids, answered.token_ids, top))
             prompts.append(_prompt_of(answered, compared[-1:], limits, target))
     if kept:
-        about = {"made_by": reference.made_by, "dtype": EXACT, **golden.model_of(target)}
+        about = {"made_by": made_by, "dtype": EXACT, **golden.model_of(target)}
         golden.write(args.write_golden, about, kept)
     document = {
         "passed": not any(prompt["faults"] for prompt in prompts),
         "prompts": prompts,
-        "all": _figures(fidelity.summary(compared)) if compared else None,
+        "all": fidelity.summary(compared)._asdict() if compared else None,
         "thresholds": limits._asdict(),
-        "settings": _settings(args, target, drafter, reference.made_by),
+        "settings": _settings(args, target, drafter, made_by),
     }
     print(to_json(document) if args.json else _render(document))
     return 0 if document["passed"] else FAILED
@@ -127,26 +119,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser("infer.check", __doc__)
     add_pair_flags(parser)
     add_prompt_flags(parser)
-    group = parser.add_argument_group("reference")
-    group.add_argument(
-        "--reference",
-        metavar="transformers|GOLDEN.jsonl",
-        help="what to compare with; a golden file brings its own prompts; default: transformers, "
-        "or nothing with --write-golden",
-    )
-    group.add_argument(
-        "--write-golden",
-        type=local_path,
-        metavar="FILE.jsonl",
-        help=f"write the prompts, the answers and the {golden.TOP} largest logits of each position:"
-        " the reference's, or with no --reference those of this float32 run",
-    )
-    group.add_argument(
-        "--max-new-tokens", type=positive, default=32, help="tokens of each answer to compare"
-    )
+    add = parser.add_argument_group("reference").add_argument
+    about = "what to compare with; a golden file brings its own prompts; default: transformers, "
+    about += "or nothing with --write-golden"
+    add("--reference", metavar="transformers|GOLDEN.jsonl", help=about)
+    about = f"write the prompts, the answers and the {golden.TOP} largest logits of each position: "
+    about += "the reference's, or with no --reference those of this float32 run"
+    add("--write-golden", type=local_path, metavar="FILE.jsonl", help=about)
+    about = "tokens of each answer to compare"
+    add("--max-new-tokens", type=positive, default=32, help=about)
     add_threshold_flags(parser)
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="one JSON document on stdout")
     return parser
 
 
@@ -218,32 +202,35 @@ def _answers(
     return found
 
 
-@contextlib.contextmanager
-def _reference(
-    args: argparse.Namespace, target: Target, answers: Sequence[DecodedPrompt], known: Golden | None
-) -> Iterator[Reference]:
-    """The reference that --reference names; its temporary files are deleted on exit."""
+def _references(
+    args: argparse.Namespace,
+    target: Target,
+    answers: Sequence[DecodedPrompt],
+    known: Golden | None,
+    folder: str,
+) -> tuple[str, Iterable[np.ndarray | TopLogits]]:
+    """The software of the reference, and its logits per prompt: (T, V), or the top ones.
+
+    `folder` receives the files of another process; the logits must be read before it goes.
+    """
     sequences = [each.sequence for each in answers]
     if known is not None:
-        yield Reference(known.header["made_by"], [each.top for each in known.prompts])
-    elif args.reference is None:
+        return known.header["made_by"], [each.top for each in known.prompts]
+    if args.reference is None:
         own = (fidelity.logits_of(target, tokens)[: len(tokens)] for tokens in sequences)
-        yield Reference(f"moa-jax {__version__}, jax {jax.__version__}", own)
-    else:
-        model = target.folder
-        if (model / GGUF_LINK).is_file():
-            model = model / GGUF_LINK
-            if target.config.block.rope_scaling is not None:
-                raise InputError(
-                    f"--reference {TRANSFORMERS}: it does not read the RoPE scaling of "
-                    f"{model.resolve()}; check the folder that infer.convert makes of the file"
-                )
-        with tempfile.TemporaryDirectory() as folder:
-            task = {"model": str(model), "sequences": sequences, "folder": folder}
-            versions = run_peer(TRANSFORMERS, task, "--reference", "logits")["versions"]
-            paths = [Path(folder, f"{index}.npy") for index in range(len(sequences))]
-            made_by = ", ".join(f"{name} {version}" for name, version in versions.items())
-            yield Reference(made_by, map(np.load, paths))
+        return f"moa-jax {__version__}, jax {jax.__version__}", own
+    model = target.folder
+    if (model / GGUF_LINK).is_file():
+        model = model / GGUF_LINK
+        if target.config.block.rope_scaling is not None:
+            raise InputError(
+                f"--reference {TRANSFORMERS}: it does not read the RoPE scaling of "
+                f"{model.resolve()}; check the folder that infer.convert makes of the file"
+            )
+    task = {"model": str(model), "sequences": sequences, "folder": folder}
+    versions = run_peer(TRANSFORMERS, task, "--reference", "logits")["versions"]
+    paths = [Path(folder, f"{index}.npy") for index in range(len(sequences))]
+    return ", ".join(f"{name} {version}" for name, version in versions.items()), map(np.load, paths)
 
 
 def _prompt_of(
@@ -253,7 +240,7 @@ def _prompt_of(
     figures, faults = None, []
     if compared:
         found = fidelity.summary(compared)
-        figures, faults = _figures(found), faults_of(found, limits)
+        figures, faults = found._asdict(), faults_of(found, limits)
     differences = answered.differences
     if target.params["embed"].dtype == EXACT:
         faults += [f"{kind}: {each}" for kind, each in differences.items() if each is not None]
@@ -282,11 +269,6 @@ def _settings(
         "max_new_tokens": args.max_new_tokens,
         "golden": args.write_golden and str(args.write_golden),
     }
-
-
-def _figures(found: Fidelity) -> dict[str, float | None]:
-    """Figures for JSON: nan and infinity become None."""
-    return {key: value if math.isfinite(value) else None for key, value in found._asdict().items()}
 
 
 def _render(document: dict[str, Any]) -> str:

@@ -75,38 +75,27 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser("infer.evaluate", __doc__)
     add_pair_flags(parser, several=True)
     add_draft_flags(parser, chooses=False)
-    parser.add_argument_group("drafting of several kinds").add_argument(
-        "--modes", metavar="chain,tree", help="decode with each drafter in each of these modes"
-    )
+    add = parser.add_argument_group("drafting of several kinds").add_argument
+    about = "decode with each drafter in each of these modes"
+    add("--modes", metavar="chain,tree", help=about)
     group = parser.add_argument_group("questions")
-    source = group.add_mutually_exclusive_group()
-    source.add_argument(
-        "--suite",
-        default="demo",
-        help="demo, paper, spec_bench, sets with commas (mt_bench,qa), a question.jsonl, "
-        "hub:NAME/SPLIT or tfds:NAME/SPLIT",
-    )
-    source.add_argument("--conversations", metavar="PATH", help="chat records instead")
-    group.add_argument("--limit", type=positive, help="at most this many questions of each set")
-    group.add_argument("--sources", default="", help="of --conversations: names with commas")
-    group.add_argument(
-        "--max-prompt",
-        type=positive,
-        metavar="N",
-        help=f"leave out what begins with a longer prompt; default: {LONGEST_PROMPT} tokens of "
-        "--conversations, else what the target can hold",
-    )
+    add = group.add_mutually_exclusive_group().add_argument
+    about = "demo, paper, spec_bench, sets with commas (mt_bench,qa), a question.jsonl, "
+    add("--suite", default="demo", help=about + "hub:NAME/SPLIT or tfds:NAME/SPLIT")
+    add("--conversations", metavar="PATH", help="chat records instead")
+    add = group.add_argument
+    add("--limit", type=positive, help="at most this many questions of each set")
+    add("--sources", default="", help="of --conversations: names with commas")
+    about = f"leave out what begins with a longer prompt; default: {LONGEST_PROMPT} tokens of "
+    about += "--conversations, else what the target can hold"
+    add("--max-prompt", type=positive, metavar="N", help=about)
     add_cache_flag(parser)
     add_sampling_flags(parser)
     parser.set_defaults(max_new_tokens=None)
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--output",
-        metavar="DIR",
-        type=local_path,
-        help="answers, tables, pictures; default: runs/evaluate/...",
-    )
-    group.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add = parser.add_argument_group("output").add_argument
+    about = "answers, tables, pictures; default: runs/evaluate/..."
+    add("--output", metavar="DIR", type=local_path, help=about)
+    add("--json", action="store_true", help="one JSON document on stdout")
     return parser
 
 

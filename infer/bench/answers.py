@@ -15,11 +15,11 @@ question. After a crash, a question with a missing or incomplete line in any fil
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,13 +183,11 @@ def _line_of(question: Question, model: str, answer: Answer) -> dict[str, Any]:
 def _answer_of(line: Mapping[str, Any]) -> Answer:
     """The answer of a line; `prompt_ids` are empty."""
     (choice,) = line["choices"]
-    ends = [0, *itertools.accumulate(choice["decoding_steps"])]
-    of_turns = [slice(*pair) for pair in itertools.pairwise(ends)]
-    keys = ("token_ids", "finish_reasons", "prefill_time", "wall_time")
+    keys = ("decoding_steps", "token_ids", "finish_reasons", "prefill_time", "wall_time")
+    lengths, drafted = iter(choice["accept_lengths"]), iter(choice["drafted"])
     results = [
-        Result([], ids, why, choice["accept_lengths"][part], prefill, wall - prefill, drafted)
-        for ids, why, prefill, wall, part in zip(*map(choice.get, keys), of_turns, strict=True)
-        for drafted in [choice["drafted"][part]]
+        Result([], ids, why, [*islice(lengths, n)], prefill, wall - prefill, [*islice(drafted, n)])
+        for n, ids, why, prefill, wall in zip(*map(choice.get, keys), strict=True)
     ]
     comparable = line["same_as_plain"] is not None
     return Answer(results, choice["turns"], line["too_long"], line["difference"], comparable)

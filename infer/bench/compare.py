@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from infer.bench.decode_tables import SPEED
 from infer.bench.statistics import Run, beside, summarise
 from infer.bench.suites import choose, load_suite
-from infer.bench.tables import TableColumn, number, quartiled, table_of
+from infer.bench.tables import TableColumn, number, table_of
 from infer.cli.flags.prompts import asking
 from moa_jax import Session
 from moa_jax.measure.turns import rotated
@@ -17,10 +18,8 @@ from moa_jax.measure.turns import rotated
 SECONDS = 10.0
 COLUMNS: dict[str, TableColumn] = {
     "mode": "mode",
-    "tokens/s": quartiled("tokens_per_s", 1),
-    "speedup": quartiled("speedup"),
-    "tau": "tau",
-    "same tokens": lambda row: f"{row['same_as_plain']}/{row['answers']}",
+    **{key: SPEED[key] for key in ("tokens/s", "speedup", "tau")},
+    "same tokens": SPEED["same as plain"],
 }
 # prompt index -> `stop_ids`, `sampling` and `stop_when` of its answers
 Settings = Callable[[int], dict[str, Any]]

@@ -30,13 +30,12 @@ from infer.bench.simulate import accept_with
 from infer.bench.statistics import Run, beside, summarise
 from infer.bench.traffic import copy_bandwidth
 from infer.cli.documents import CODES, until_cut
-from infer.cli.flags.auto import costs_of, fill, fill_vocabularies, ways_of
-from infer.cli.flags.pair import AUTO, kind_of, load_pair
+from infer.cli.flags.auto import fill, fill_vocabularies
+from infer.cli.flags.pair import kind_of, load_pair, open_session
 from infer.cli.flags.vocabulary import source_of, vocabulary_of
 from infer.cli.program import progress
 from infer.peers import run_peer
 from moa_jax import InputError, Session, load_target
-from moa_jax.decode.draft_vocabulary import DraftVocabulary
 from moa_jax.decode.session import Result
 from moa_jax.files.json_text import to_json
 from moa_jax.measure.turns import in_turns
@@ -47,11 +46,18 @@ NO_STOP: list[int] = []
 COST_LIMIT = 100  # conversations of --weights-cost
 
 
-class Bench(NamedTuple):
-    """One session per mode, and the batches of prompts that all sessions decode."""
+class MeasuredMode(NamedTuple):
+    """A mode, its session and its counted runs."""
 
-    modes: list[Mode]
-    sessions: list[Session]
+    mode: Mode
+    session: Session
+    runs: list[Run]
+
+
+class Bench(NamedTuple):
+    """All modes, and the batches of prompts that every mode decodes."""
+
+    modes: list[MeasuredMode]
     batches: list[list[list[int]]]
     max_new_tokens: int
     stop_ids: list[int] | None
@@ -74,57 +80,41 @@ def _bench(args: argparse.Namespace, target: Target, drafter: LoadedDrafter | No
     modes = modes_of(args, drafter)
     if args.draft_vocabulary is None and not args.random_weights:
         fill_vocabularies(target, drafter, args.weights)
-    vocabulary = vocabulary_of(args, target, drafter)
-    sessions = [session_of(mode, target, drafter, vocabulary, args) for mode in modes]
-    stop_ids = NO_STOP if args.ignore_stop or args.simulate_acceptance is not None else None
+    rest = {"vocabulary": vocabulary_of(args, target, drafter), "cache_rows": args.cache_rows}
+    chance = args.simulate_acceptance
+    measured = []
+    for mode in modes:
+        flags = argparse.Namespace(**vars(args) | {"mode": mode.name})
+        rest["choose"] = None if mode.name == "plain" or chance is None else accept_with(chance)
+        session = open_session(flags, target, drafter, shape=mode.shape, **rest)
+        measured.append(MeasuredMode(mode, session, []))
+    stop_ids = NO_STOP if args.ignore_stop or chance is not None else None
     batches = inputs.batches_of(args, target)
-    for session in sessions:
+    for each in measured:
         for batch in batches:
-            session.check(batch, args.max_new_tokens)
-    return Bench(modes, sessions, batches, args.max_new_tokens, stop_ids)
-
-
-def session_of(
-    mode: Mode,
-    target: Target,
-    drafter: LoadedDrafter | None,
-    vocabulary: DraftVocabulary | None,
-    args: argparse.Namespace,
-) -> Session:
-    """The session of a mode."""
-    if mode.name == "plain":
-        return Session(target, cache_rows=args.cache_rows)
-    rest: dict[str, Any] = {"cache_rows": args.cache_rows, "vocabulary": vocabulary}
-    if mode.name == AUTO:
-        rest["ways"] = ways_of(mode.shape, drafter)
-        rest["costs"] = costs_of(target, drafter, vocabulary, args.weights)
-    if args.simulate_acceptance is not None:
-        rest["choose"] = accept_with(args.simulate_acceptance)
-    return Session(target, drafter, mode.shape, **rest)
+            each.session.check(batch, args.max_new_tokens)
+    return Bench(measured, batches, args.max_new_tokens, stop_ids)
 
 
 def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     """The document that --json prints; `modes` and `peers` hold one dictionary per row."""
-    for session in bench.sessions:
-        if session.chooser is not None:
-            fill(session, args.batch, keep=args.simulate_acceptance is None)
-    runs: list[list[Run]] = [[] for _ in bench.modes]
+    for each in bench.modes:
+        if each.session.chooser is not None:
+            fill(each.session, args.batch, keep=args.simulate_acceptance is None)
     with until_cut() as cut:
-        run_in_turns(bench, args.repeats, runs)
-    mark = cut.mark(sum(map(len, runs)), len(runs) * len(bench.batches) * args.repeats, " runs")
-    if not all(runs):  # a mode without runs has no figures
+        run_in_turns(bench, args.repeats)
+    done = [len(each.runs) for each in bench.modes]
+    mark = cut.mark(sum(done), len(done) * len(bench.batches) * args.repeats, " runs")
+    if not all(done):  # a mode without runs has no figures
         sys.exit(cut.code)
-    plain = next((r for m, r in zip(bench.modes, runs, strict=True) if m.name == "plain"), None)
-    rows = [
-        _row(mode, session, found, plain, args)
-        for mode, session, found in zip(bench.modes, bench.sessions, runs, strict=True)
-    ]
+    plain = next((each.runs for each in bench.modes if each.mode.name == "plain"), None)
+    rows = [_row(each, plain, args) for each in bench.modes]
     bandwidth = copy_bandwidth()
     if args.mesh and not args.no_phases:
         print("--mesh: phases are measured on one device alone, and left out", file=sys.stderr)
     elif not args.no_phases and cut.error is None:
-        for row, session, found in zip(rows, bench.sessions, runs, strict=True):
-            row |= _phases(bench, session, found, row, bandwidth)
+        for row, each in zip(rows, bench.modes, strict=True):
+            row |= _phases(bench, each, row["prefill_ms"], bandwidth)
     return {
         "modes": rows,
         "peers": _peers(bench, plain, args) if args.compare and not mark else [],
@@ -133,29 +123,26 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     } | mark
 
 
-def run_in_turns(bench: Bench, repeats: int, runs: list[list[Run]]) -> None:
-    """Appends the counted runs per mode to `runs`."""
+def run_in_turns(bench: Bench, repeats: int) -> None:
+    """Adds the counted runs to all modes."""
     turns = list(in_turns(len(bench.modes), len(bench.batches), repeats))
     with progress(len(turns), "runs") as bar:
         for turn in turns:
             if turn.is_counted:
-                for each in bench.sessions:
-                    each.background.wait()
-            session, batch = bench.sessions[turn.way], bench.batches[turn.question]
+                for each in bench.modes:
+                    each.session.background.wait()
+            (_, session, runs), batch = bench.modes[turn.way], bench.batches[turn.question]
             results = session.generate(batch, bench.max_new_tokens, bench.stop_ids)
             if turn.is_counted:
-                runs[turn.way].append(Run(turn.question, tuple(results)))
+                runs.append(Run(turn.question, tuple(results)))
             bar.step()
 
 
 def _row(
-    mode: Mode,
-    session: Session,
-    runs: Sequence[Run],
-    plain: Sequence[Run] | None,
-    args: argparse.Namespace,
+    measured: MeasuredMode, plain: Sequence[Run] | None, args: argparse.Namespace
 ) -> dict[str, Any]:
     """The figures of a mode; for mode auto also its cost table in ms per round."""
+    mode, session, runs = measured
     row = mode.sizes | summarise(runs, max(way.levels for way in session.ways))
     row |= beside(runs, plain) if plain else {"speedup": None}
     simulated = args.simulate_acceptance is not None and mode.name != "plain"
@@ -172,14 +159,14 @@ def _row(
 
 
 def _phases(
-    bench: Bench, session: Session, runs: Sequence[Run], row: dict[str, Any], bandwidth: float
+    bench: Bench, measured: MeasuredMode, prefill_ms: float, bandwidth: float
 ) -> dict[str, Any]:
     """Phases of one mode, on the batch with the most rounds."""
-    longest = max(runs, key=lambda run: run.rounds)
-    if session.chooser is not None or longest.rounds < 2:
+    longest = max(measured.runs, key=lambda run: run.rounds)
+    if measured.session.chooser is not None or longest.rounds < 2:
         return {}
-    batch, limits = bench.batches[longest.batch], (bench.max_new_tokens, bench.stop_ids)
-    return phases.measure(session, batch, *limits, longest.rounds, row["prefill_ms"], bandwidth)
+    task = bench.batches[longest.batch], bench.max_new_tokens, bench.stop_ids
+    return phases.measure(measured.session, *task, longest.rounds, prefill_ms, bandwidth)
 
 
 def weights_cost(target: Target, args: argparse.Namespace) -> dict[str, Any]:
@@ -200,7 +187,7 @@ def weights_cost(target: Target, args: argparse.Namespace) -> dict[str, Any]:
 
 def _peers(bench: Bench, plain: list[Run], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Figures of other software on the same prompts."""
-    target = bench.sessions[0].target
+    target = bench.modes[0].session.target
     stop_ids = target.generation.eos_ids if bench.stop_ids is None else bench.stop_ids
     task = {
         "folder": str(target.folder),
@@ -234,17 +221,18 @@ def peer_row(peer: dict[str, Any], plain: Sequence[Run]) -> dict[str, Any]:
 
 def _settings(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     shown = ("weights", "max_new_tokens", "repeats", "batch", "threads", "random_weights")
-    used = next((s.vocabulary for s in bench.sessions if s.vocabulary), None)  # of all drafters
+    sessions = [each.session for each in bench.modes]
+    used = next((s.vocabulary for s in sessions if s.vocabulary), None)  # of all drafters
     return {
         "target": str(args.target or args.random_weights or "bundled"),
         "draft": str(args.draft or args.random_weights or "bundled"),
-        "dtype": str(bench.sessions[0].weights.target["embed"].dtype),
+        "dtype": str(sessions[0].weights.target["embed"].dtype),
         "mesh": args.mesh or None,
         "prompts": sum(map(len, bench.batches)),
         "prompt_tokens": [len(prompt) for batch in bench.batches for prompt in batch],
         "stop": "never" if bench.stop_ids == NO_STOP else "the target's end",
         "simulated_acceptance": args.simulate_acceptance,
-        "cache_rows": bench.sessions[0].cache_rows,
+        "cache_rows": sessions[0].cache_rows,
         "draft_vocabulary": source_of(used),
     } | {key: getattr(args, key) for key in shown}
 

@@ -1,4 +1,4 @@
-"""Checks, files, colours and grids shared by all plots."""
+"""Checks, files and grids shared by all plots."""
 
 from __future__ import annotations
 
@@ -32,13 +32,6 @@ def save_figure(figure: Figure, path: Path) -> None:
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=DPI, format=path.suffix[1:])
     write_whole(path, drawn.getvalue())
-
-
-def colour(index: int) -> Any:
-    """The colour of a series by its index."""
-    from matplotlib import colormaps
-
-    return colormaps["tab10"](index % 10)
 
 
 def tidy(panel: Any, axis: str = "both") -> None:

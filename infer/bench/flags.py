@@ -36,42 +36,31 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     """The parser of infer.bench, with grouped flags."""
     parser = Parser("infer.bench", description)
     add_pair_flags(parser)
-    group = parser.add_argument_group("models without files")
-    group.add_argument(
-        "--random-weights", metavar="CONFIG", help="random weights of a config's shapes"
-    )
-    group.add_argument(
-        "--simulate-acceptance",
-        type=_probability,
-        metavar="P",
-        help="accept drafts with this probability, to time rounds without a trained drafter",
-    )
+    add = parser.add_argument_group("models without files").add_argument
+    add("--random-weights", metavar="CONFIG", help="random weights of a config's shapes")
+    about = "accept drafts with this probability, to time rounds without a trained drafter"
+    add("--simulate-acceptance", type=_probability, metavar="P", help=about)
     group = parser.add_argument_group("modes")
-    group.add_argument("--modes", type=names, default=",".join(MODES), help="which, in order")
-    group.add_argument(
-        "--chain-depth", type=positive, help="levels with the root; default: the drafter's own"
-    )
-    group.add_argument(
-        "--tree", type=_sizes, default=",".join(map(str, TREE)), help="depth, breadth, total tokens"
-    )
+    add = group.add_argument
+    add("--modes", type=names, default=",".join(MODES), help="which, in order")
+    about = "levels with the root; default: the drafter's own"
+    add("--chain-depth", type=positive, help=about)
+    tree = ",".join(map(str, TREE))
+    add("--tree", type=_sizes, default=tree, help="depth, breadth, total tokens")
     add_vocabulary_flag(group)
     add_batch_flags(parser)
     add_cache_flag(parser)
-    group = parser.add_argument_group("measuring")
-    group.add_argument("--repeats", type=positive, default=3, help="measured times of each prompt")
-    group.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
-    group.add_argument("--ignore-stop", action="store_true", help="answers go on past their end")
-    group.add_argument("--no-phases", action="store_true", help="leave out the time by phase")
-    group.add_argument(
-        "--compare", metavar="PEER", help="also measure `transformers`, in a process of its own"
-    )
-    group.add_argument(
-        "--weights-cost",
-        metavar="PATH",
-        help="chat records; compare --weights with the weights as stored on their answers",
-    )
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add = parser.add_argument_group("measuring").add_argument
+    add("--repeats", type=positive, default=3, help="measured times of each prompt")
+    add("--max-new-tokens", type=positive, default=128, help="longest answer")
+    add("--ignore-stop", action="store_true", help="answers go on past their end")
+    add("--no-phases", action="store_true", help="leave out the time by phase")
+    about = "also measure `transformers`, in a process of its own"
+    add("--compare", metavar="PEER", help=about)
+    about = "chat records; compare --weights with the weights as stored on their answers"
+    add("--weights-cost", metavar="PATH", help=about)
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="one JSON document on stdout")
     return parser
 
 

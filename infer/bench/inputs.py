@@ -46,26 +46,18 @@ TEXTS = (
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that select the prompts, their number and the batch size."""
     group = parser.add_argument_group("prompts (default: a few short questions)")
-    source = group.add_mutually_exclusive_group()
-    source.add_argument(
-        "--prompts",
-        metavar="FILE.jsonl",
-        help="lines with `prompt`, `messages` or `prompt_ids`, or of a style that training reads",
-    )
-    source.add_argument("--conversations", metavar="PATH", help="chat records; one turn of each")
-    source.add_argument(
-        "--prompt-length", type=positive, metavar="N", help="prompts of N random tokens"
-    )
-    group.add_argument("--sources", default="", help="of --conversations: names with commas")
-    group.add_argument(
-        "--max-prompt", type=positive, default=256, help="of --conversations: leave out longer ones"
-    )
-    group.add_argument(
-        "--limit",
-        type=positive,
-        help=f"most prompts; default: {CONVERSATIONS} conversations, one random batch",
-    )
-    group.add_argument("--batch", type=positive, default=1, help="prompts side by side")
+    add = group.add_mutually_exclusive_group().add_argument
+    about = "lines with `prompt`, `messages` or `prompt_ids`, or of a style that training reads"
+    add("--prompts", metavar="FILE.jsonl", help=about)
+    add("--conversations", metavar="PATH", help="chat records; one turn of each")
+    add("--prompt-length", type=positive, metavar="N", help="prompts of N random tokens")
+    add = group.add_argument
+    add("--sources", default="", help="of --conversations: names with commas")
+    about = "of --conversations: leave out longer ones"
+    add("--max-prompt", type=positive, default=256, help=about)
+    about = f"most prompts; default: {CONVERSATIONS} conversations, one random batch"
+    add("--limit", type=positive, help=about)
+    add("--batch", type=positive, default=1, help="prompts side by side")
 
 
 def batches_of(args: argparse.Namespace, target: Target) -> list[list[list[int]]]:

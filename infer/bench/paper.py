@@ -7,17 +7,7 @@ include the copy. These figures are DOUBTFUL.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from infer.bench.suites import PAPER as SETS
-
-
-class PaperFigures(NamedTuple):
-    """Speedup over plain decoding (None if not stated), and tau including the bonus token."""
-
-    speedup: float | None
-    tau: float
-
 
 ALL = "all"  # the mean over the six sets
 MAIN = "MoA N=0"
@@ -33,10 +23,11 @@ independent, 250M:           -    -    -    -    -    -    -    -    -    -    -
 """
 
 
-def _figures_of(cells: str) -> dict[str, PaperFigures]:
+def _figures_of(cells: str) -> dict[str, dict[str, float | None]]:
+    """Speedup over plain decoding (None if not stated) and tau with the bonus token, by set."""
     values = [None if cell == "-" else float(cell) for cell in cells.split()]
     pairs = zip((*SETS, ALL), values[::2], values[1::2], strict=True)
-    return {name: PaperFigures(speedup, tau) for name, speedup, tau in pairs if tau is not None}
+    return {name: {"speedup": speedup, "tau": tau} for name, speedup, tau in pairs if tau}
 
 
 PAPER = {
@@ -50,6 +41,6 @@ def cell(method: str, row: str) -> str:
     figures = PAPER[method].get(row)
     if figures is None:
         return "-"
-    speedup = "-" if figures.speedup is None else f"{figures.speedup:.2f}x"
+    speedup = "-" if figures["speedup"] is None else f"{figures['speedup']:.2f}x"
     doubt = " ?" if method.startswith("MoA") and row in DOUBTFUL else ""
-    return f"{speedup} / {figures.tau:.2f}{doubt}"
+    return f"{speedup} / {figures['tau']:.2f}{doubt}"

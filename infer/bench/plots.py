@@ -9,7 +9,7 @@ import numpy as np
 
 from infer.bench import paper
 from infer.bench.candidates import PLAIN
-from infer.bench.drawing import colour, tidy
+from infer.bench.drawing import tidy
 from infer.bench.paper import ALL
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def speed_figure(document: Mapping[str, Any]) -> Figure:
     for index, model in enumerate(models):
         own = [row for row in rows if row["model"] == model and row["tau"] is not None]
         x = [sets.index(row["set"]) + (index - (len(models) - 1) / 2) * width for row in own]
-        look = {"width": 0.92 * width, "color": colour(index), "label": model}
+        look = {"width": 0.92 * width, "label": model}
         speedups = np.array([row["speedup"] for row in own])
         spread_2R = np.abs(np.array([row["speedup_quartiles"] for row in own]).T - speedups)
         top.bar(x, speedups, yerr=spread_2R, capsize=2, **look)
@@ -51,7 +51,7 @@ def speed_figure(document: Mapping[str, Any]) -> Figure:
         (bottom, "tau", "tau"),
     ):
         if x:
-            y = [getattr(known[sets[place]], key) for place in x]
+            y = [known[sets[place]][key] for place in x]
             panel.plot(x, y, label=f"paper, {paper.MAIN} (Llama-3-8B)", **PAPER_STYLE)
         panel.axhline(1, color="0.35", linewidth=1)
         panel.set_ylabel(label)
@@ -70,11 +70,9 @@ def acceptance_figure(document: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for panel, (key, title) in zip(panels, POSITIONS.items(), strict=True):
-        for index, row in enumerate(rows):
-            known = [(i, value) for i, value in enumerate(row[key], 1) if value is not None]
-            if known:
-                x, y = zip(*known, strict=True)
-                panel.plot(x, y, color=colour(index), marker="o", label=row["model"])
+        for row in rows:
+            shares_P = np.array(row[key], float)  # None becomes nan, which is not drawn
+            panel.plot(1 + np.arange(len(shares_P)), shares_P, marker="o", label=row["model"])
         panel.set(title=title, xlabel="position in the draft", ylim=(0, 1))
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         tidy(panel, "y")

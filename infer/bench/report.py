@@ -15,7 +15,7 @@ A question's rate is all its new tokens over all its seconds, including prefill,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +45,7 @@ from infer.bench.tables import (
     with_interval,
 )
 from moa_jax.decode.exactness import Difference
+from moa_jax.decode.session import Result
 
 Answered = Mapping[Question, Mapping[str, Answer]]  # question -> candidate -> answer
 Row = dict[str, Any]
@@ -67,10 +68,6 @@ class QuestionTotals(NamedTuple):
     rounds_Q: np.ndarray
     decode_Q: np.ndarray
 
-    @property
-    def tau(self) -> float | None:
-        return ratio(float(self.committed_Q.sum()), int(self.rounds_Q.sum()))
-
 
 def document_of(
     answers: Answered, left_out: Mapping[Question, str], settings: Mapping[str, Any]
@@ -88,9 +85,8 @@ def document_of(
         for name, questions in groups.items()
         for model in settings["models"]
     ]
-    _add_intervals(rows, answers, settings)
+    _add_intervals(rows[-len(settings["models"]) :], answers)
     cut = [(question, found[PLAIN].too_long, TOO_LONG) for question, found in answers.items()]
-    papers = {m: {s: f._asdict() for s, f in each.items()} for m, each in paper.PAPER.items()}
     return {
         "rows": rows,
         "skipped": [
@@ -104,7 +100,7 @@ def document_of(
             for model, answer in found.items()
             if answer.difference
         ],
-        "paper": papers if any(row["set"] in PAPER for row in rows) else {},
+        "paper": paper.PAPER if any(row["set"] in PAPER for row in rows) else {},
         "settings": dict(settings),
     }
 
@@ -130,7 +126,7 @@ def _row(
         "questions": len(answers),
         "turns": len(results),
         "tokens": int(ours.tokens_Q.sum()),
-        "tau": ours.tau,
+        "tau": ratio(float(ours.committed_Q.sum()), rounds),
         "tau_of_questions": float(taus.mean()) if len(taus) else None,
         "tokens_per_s": median(rate_Q),
         "speedup": median(speedup_Q),
@@ -147,31 +143,36 @@ def _row(
 
 
 def _totals(answers: Sequence[Answer]) -> QuestionTotals:
-    def total(of: Any) -> np.ndarray:
+    def total(of: Callable[[Result], float]) -> np.ndarray:
         return np.array([sum(map(of, answer.results)) for answer in answers])
 
     return QuestionTotals(
         total(lambda result: len(result.token_ids)),
-        np.array([answer.wall_s for answer in answers]),
+        total(lambda result: result.prefill_s + result.decode_s),
         total(lambda result: sum(result.accept_lengths)),
         total(lambda result: result.rounds),
         total(lambda result: result.decode_s),
     )
 
 
-def _add_intervals(rows: list[Row], answers: Answered, settings: Mapping[str, Any]) -> None:
-    """Adds intervals of tau, and of tau over the first drafter's tau, to the rows of all sets."""
-    modes = {model: shape["mode"] for model, shape in settings["models"].items()}
-    totals = {model: _totals([each[model] for each in answers.values()]) for model in modes}
-    counts = {model: TauCounts(each.committed_Q, each.rounds_Q) for model, each in totals.items()}
+def _add_intervals(rows: Iterable[Row], answers: Answered) -> None:
+    """Adds intervals of tau, and of tau over the first drafter's with the same mode.
+
+    `rows` are those of all sets.
+    """
+    firsts: dict[str, Row] = {}
+    counts: dict[str, TauCounts] = {}
     for row in rows:
-        if row["set"] == ALL and row["mode"] != PLAIN and row["rounds"]:
-            model, first = row["model"], next(m for m, mode in modes.items() if mode == row["mode"])
+        model, first = row["model"], firsts.setdefault(row["mode"], row)
+        totals = _totals([each[model] for each in answers.values()])
+        counts[model] = TauCounts(totals.committed_Q, totals.rounds_Q)
+        if row["mode"] != PLAIN and row["rounds"]:
             row["tau_interval"] = interval_of([counts[model]])
-            if first != model and totals[first].tau is not None:
-                row["tau_over"] = first
-                row["tau_over_first"] = row["tau"] / totals[first].tau
-                row["tau_over_first_interval"] = interval_of([counts[model]], [counts[first]])
+            if first is not row and first["tau"] is not None:
+                row["tau_over"] = first["model"]
+                row["tau_over_first"] = row["tau"] / first["tau"]
+                bases = [counts[first["model"]]]
+                row["tau_over_first_interval"] = interval_of([counts[model]], bases)
 
 
 def repeats(tokens: list[int]) -> tuple[int, int]:

@@ -98,20 +98,15 @@ def acceptance(results: Iterable[Result], levels: int) -> dict[str, Any]:
         accepted += [length - 1 for length in result.accept_lengths[:-1]]
         reached += (result.drafted_levels or result.drafted)[:-1]
         drafted += sum(result.drafted[:-1])
-    accepted_R, levels_R = np.array(accepted, int), np.array(reached, int)
-    positions = range(1, levels)
-    counts = [
-        (
-            int((accepted_R >= position).sum()),
-            int((levels_R >= position).sum()),
-            int(((accepted_R >= position - 1) & (levels_R >= position)).sum()),
-        )
-        for position in positions
-    ]
+    positions_P1 = np.arange(levels)[:, None]
+    hits_PR = np.array(accepted, int) >= positions_P1  # position 0: the root
+    tried_PR = np.array(reached, int) >= positions_P1
+    hits_P = hits_PR.sum(1)[1:].tolist()
+    came_P = (hits_PR[:-1] & tried_PR[1:]).sum(1).tolist()
     return {
         "acceptance_rate": ratio(sum(accepted), drafted),
-        "acceptance_unconditional": [ratio(hits, tried) for hits, tried, _ in counts],
-        "acceptance_conditional": [ratio(hits, came) for hits, _, came in counts],
+        "acceptance_unconditional": list(map(ratio, hits_P, tried_PR.sum(1)[1:].tolist())),
+        "acceptance_conditional": list(map(ratio, hits_P, came_P)),
     }
 
 

@@ -1,11 +1,11 @@
-"""Tables in Markdown and in text columns, and the formatting of numbers in cells.
+"""Tables in Markdown, and the formatting of numbers in cells.
 
 A missing value is shown as a dash.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -13,18 +13,14 @@ Row = Mapping[str, Any]
 TableColumn = str | tuple[str, int] | Callable[[Row], Any]
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table with these column heads."""
-    lines = [columns, ["---"] * len(columns), *(map(number, row) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def table_of(rows: Sequence[Row], columns: Mapping[str, TableColumn] | None = None) -> str:
     """A Markdown table of rows; columns default to the rows' keys; "" for no rows."""
     if not rows:
         return ""
     columns = columns or {key: key for key in rows[0]}
-    return table([*columns], [[_cell(row, column) for column in columns.values()] for row in rows])
+    cells = [[_cell(row, column) for column in columns.values()] for row in rows]
+    lines = [[*columns], ["---"] * len(columns), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _cell(row: Row, column: TableColumn) -> str:
@@ -32,15 +28,6 @@ def _cell(row: Row, column: TableColumn) -> str:
         return number(column(row))
     key, digits = (column, 2) if isinstance(column, str) else column
     return number(row.get(key), digits)
-
-
-def columns(lines: Iterable[Sequence[str]], widths: Sequence[int]) -> list[str]:
-    """Lines in columns of these widths; the first is left-aligned, the others right-aligned."""
-    first, *rest = widths
-    return [
-        f"{name:<{first}}" + "".join(f"{cell:>{w}}" for cell, w in zip(cells, rest, strict=True))
-        for name, *cells in lines
-    ]
 
 
 def cut_line(document: Row, things: str) -> str:
@@ -55,29 +42,24 @@ def precision(settings: Row) -> str:
     return settings["dtype"] + (f" with {weights} weights" if weights else "")
 
 
-def number(value: Any, digits: int = 2) -> str:
-    """Formats a float or a list with `digits` decimals; other values by str, None as a dash."""
+def number(value: Any, digits: int = 2, between: str = " ") -> str:
+    """Formats floats, also those of a list, with `digits` decimals; None as a dash."""
     if isinstance(value, list | tuple):
-        return numbers(value, digits)
+        return between.join(number(each, digits) for each in value)
     if isinstance(value, float):
         return f"{value:.{digits}f}"
     return "-" if value is None else str(value)
 
 
-def with_interval(value: float | None, bounds: Sequence[float] | None) -> str:
-    """A number, and in brackets its interval, if any."""
-    return number(value) + ("" if bounds is None else f" ({numbers(bounds, between=' to ')})")
+def with_interval(value: float | None, bounds: Sequence[float] | None, digits: int = 2) -> str:
+    """A number, and in brackets its interval, if any: `1.52 (1.44 to 1.61)`."""
+    shown = number(value, digits)
+    return shown if bounds is None else f"{shown} ({number(bounds, digits, ' to ')})"
 
 
 def quartiled(key: str, digits: int = 2) -> Callable[[Row], str]:
-    """A column of a median and its quartiles: `1.52 (1.44 to 1.61)`."""
-
-    def cell(row: Row) -> str:
-        bounds = row.get(f"{key}_quartiles")
-        shown = number(row[key], digits)
-        return shown if bounds is None else f"{shown} ({numbers(bounds, digits, ' to ')})"
-
-    return cell
+    """A column of a median and its quartiles."""
+    return lambda row: with_interval(row[key], row.get(f"{key}_quartiles"), digits)
 
 
 def short(value: float | None) -> str:
@@ -85,11 +67,6 @@ def short(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def numbers(values: Sequence[float | None], digits: int = 2, between: str = " ") -> str:
-    """Several numbers in one cell."""
-    return between.join(number(value, digits) for value in values)
 
 
 def gib(size: int | None) -> str:

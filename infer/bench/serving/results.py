@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.bench.arrivals import percentiles
-from infer.bench.drawing import colour, save_figure, tidy
+from infer.bench.drawing import save_figure, tidy
 from infer.bench.serving.clients import RequestOutcome
 from infer.bench.statistics import median
 from infer.bench.tables import TableColumn, cut_line, short, table_of
@@ -115,7 +115,7 @@ def plot(document: Row, path: Path) -> None:
     latency, throughput, speedup = panels = figure.subplots(1, 3)
     for index, mode in enumerate(dict.fromkeys(row["mode"] for row in document["rates"])):
         rows = [row for row in document["rates"] if row["mode"] == mode]
-        x, look = [row["rate"] for row in rows], {"color": colour(index), "marker": "."}
+        x, look = [row["rate"] for row in rows], {"color": f"C{index}", "marker": "."}
         latency.plot(x, [row["latency_s"]["p50"] for row in rows], label=mode, **look)
         latency.plot(x, [row["latency_s"]["p95"] for row in rows], linestyle=":", **look)
         throughput.plot(x, [row["tokens_per_s"] for row in rows], **look)

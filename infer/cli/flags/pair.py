@@ -345,8 +345,10 @@ def asked_mode(args: argparse.Namespace) -> str:
     With sampled candidates the tokens depend on the number of drafted tokens, so a fixed chain
     makes the answer of a seed reproducible.
     """
+    if args.mode is not None:
+        return args.mode
     sized = args.depth is not None or args.num_speculative_tokens is not None
-    return args.mode or ("chain" if sized or args.sampled_drafts else AUTO)
+    return "chain" if sized or args.sampled_drafts else AUTO
 
 
 def kind_of(shape: DraftShape) -> str:
@@ -366,16 +368,17 @@ def open_session(
     target: Target,
     drafter: LoadedDrafter | None,
     *,
+    shape: DraftShape | None = None,
     vocabulary: DraftVocabulary | None = None,
-    **rows: int | None,
+    **rest: Any,
 ) -> Session:
-    """Creates the session that the flags describe.
+    """Creates the session that the flags describe; `shape` replaces that of the flags.
 
-    `vocabulary` comes from `infer.cli.flags.vocabulary`. `rows` are keyword arguments of `Session`:
-    `cache_rows`, `least_rows` and `top_logprobs`.
+    `vocabulary` comes from `infer.cli.flags.vocabulary`. `rest` are keyword arguments of `Session`:
+    `cache_rows`, `least_rows`, `top_logprobs` and `choose`.
     """
-    shape = shape_of(args, drafter and drafter.depth)
-    rest: dict[str, Any] = {"vocabulary": vocabulary, **rows}
+    shape = shape or shape_of(args, drafter and drafter.depth)
+    rest |= {"vocabulary": vocabulary}
     if drafter and asked_mode(args) == AUTO:
         rest |= {
             "ways": ways_of(shape, drafter),
