@@ -211,7 +211,7 @@ def _endpoint(
     at_once = args.concurrency or AT_ONCE
     address, timeout_s = address_of(args.endpoint), args.timeout or TIMEOUT_S
     with contextlib.closing(EndpointClient(address, key, timeout_s, at_once)) as client:
-        yield EndpointAnswers(client, args.model, rules, target.generation, at_once)
+        yield EndpointAnswers(client, args.model, rules, target.generation)
 
 
 # ---- flags ----

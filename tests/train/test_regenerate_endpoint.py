@@ -35,9 +35,9 @@ from tests.train.test_regenerate import (
 from train import regenerate
 from train.run import connection as module
 from train.run.answers import TargetAnswer, TargetQuestion
-from train.run.completions import Completions
 from train.run.connection import address_of
 from train.run.conversations import AnswerRules
+from train.run.endpoint import CompletionChoice, CompletionReply, Completions
 from train.run.partial import Partial
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,9 +147,9 @@ def test_an_end_that_a_server_leaves_out_is_that_of_the_template(turn_id, end):
     tokenizer = load_tokenizer(DEMO / "target")  # whose eos token is 4
     rules = AnswerRules(tokenizer, 2048, 8, 9, False, Sampling())
     ends = SpecialIds((3, 4, 5), turn_id=turn_id)
-    choice = {"text": "", "finish_reason": "stop", "token_ids": [7]}
+    reply = CompletionReply([CompletionChoice("stop", [7])])
     question = TargetQuestion(0, [8], Sampling())
-    answer = Completions("here", "demo", rules, ends).answer({"choices": [choice]}, question)
+    answer = Completions("here", "demo", rules, ends).answer(reply, question)
     assert answer.token_ids == [7, end]
 
 
@@ -324,7 +324,10 @@ UNUSABLE = {
         "replies with no JSON object",
     ),
     "list": (lambda handler: handler.reply(200, []), "replies with no JSON object"),
-    "empty": (lambda handler: handler.reply(200, {"choices": []}), "replies without an answer"),
+    "empty": (
+        lambda handler: handler.reply(200, {"choices": []}),
+        "replies with no JSON object of an OpenAI server .*length >= 1",
+    ),
     "aborted": (
         lambda handler: handler.reply(
             200, {"choices": [{"text": "", "finish_reason": "abort", "token_ids": []}]}

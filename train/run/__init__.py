@@ -10,8 +10,8 @@ Every run:
 Answers of the target, for train.regenerate:
 
     conversations.py  prompts, turn by turn   answers.py      sources of answers
-    partial.py        answers so far          endpoint.py     answers of a server
-    connection.py     HTTP client             completions.py  requests and replies
+    partial.py        answers so far          endpoint.py     requests to a server, and answers
+    connection.py     HTTP client
 
 Grids, for train.grid:
 

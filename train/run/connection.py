@@ -4,51 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
-import math
 import random
 import ssl
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+import msgspec
 
 from moa_jax.errors import InputError, first_line
 
 RETRYABLE = (408, 425, 429)  # in addition to all statuses from 500 on
-TOO_MANY = 429
-NO_KEY = (401, 403)
 OF_THE_PROMPT = (400, 413, 422)  # faults of one prompt: other requests still succeed
 TRIES = 5  # per request
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 60.0  # the waits between tries double
 MOST_SHOWN = 200  # characters of a reply in a message
 
 
-class RefusedByServer(InputError):
-    """A request that the server refuses permanently."""
+Reply = TypeVar("Reply")
 
-    def __init__(self, line: str, status: int) -> None:
-        """`status` is the HTTP status of the reply."""
-        super().__init__(line)
-        self.status = status
+
+class PromptRefused(InputError):
+    """The server refuses one prompt permanently."""
 
 
 def address_of(url: str) -> str:
     """The URL of a server without a trailing /v1; raises InputError for an invalid URL."""
-    try:
+    with contextlib.suppress(httpx.InvalidURL, ValueError):  # ValueError: of a name in punycode
         parts = httpx.URL(url.strip())
         valid = parts.scheme in ("http", "https") and parts.host and (parts.port or 0) <= 65535
-    except (httpx.InvalidURL, ValueError):  # ValueError: of a name in punycode
-        valid = False
-    if not valid or parts.userinfo or parts.query or parts.fragment:
-        raise InputError(  # without the URL, which may hold a password
-            "--endpoint is not the URL of a server; write http://HOST:PORT or https://HOST, and a "
-            "key in --api-key-file"
-        )
-    path = parts.raw_path.decode().rstrip("/").removesuffix("/v1")
-    return f"{parts.scheme}://{parts.netloc.decode()}{path}"
+        if valid and not (parts.userinfo or parts.query or parts.fragment):
+            path = parts.raw_path.decode().rstrip("/").removesuffix("/v1")
+            return f"{parts.scheme}://{parts.netloc.decode()}{path}"
+    raise InputError(  # without the URL, which may hold a password
+        "--endpoint is not the URL of a server; write http://HOST:PORT or https://HOST, and a "
+        "key in --api-key-file"
+    )
 
 
 class EndpointClient:
@@ -56,10 +49,9 @@ class EndpointClient:
 
     def __init__(self, address: str, key: str | None, timeout_s: float, connections: int) -> None:
         """`timeout_s` bounds each wait for the server's next bytes."""
-        self.address, self._timeout_s = address, timeout_s
+        self.address, self.connections, self._timeout_s = address, connections, timeout_s
         self.stopping = threading.Event()  # ends all waits; no request is sent again
-        self._num_replies = 0
-        self._noticed: set[str] = set()  # messages already shown
+        self._num_replies, self._noticed = 0, set()  # noticed: messages already shown
         self._http = httpx.Client(
             headers={} if key is None else {"Authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(timeout_s, pool=None),
@@ -73,73 +65,62 @@ class EndpointClient:
         self.stopping.set()
         self._http.close()
 
-    def request(
-        self, method: str, path: str, content: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The JSON object that the server replies; retryable failures are sent again after waits.
+    def request(self, path: str, kind: type[Reply], body: dict[str, Any] | None = None) -> Reply:
+        """The reply to a GET, or to a POST of the JSON object `body`; `kind` is a msgspec.Struct.
 
-        Status 429 uses up no try but the last while the server answers other requests. Raises
-        RefusedByServer for other statuses, and InputError after TRIES failures in a row.
+        Sends the request again after retryable failures. Status 429 uses up no try but the last
+        while the server answers other requests. Raises PromptRefused for a refused prompt, and
+        InputError for other refusals, unusable replies, and TRIES failures in a row.
         """
-        tries, wait_s = 1, FIRST_WAIT_S
+        method, tries, wait_s = "GET" if body is None else "POST", 1, FIRST_WAIT_S
         while True:
-            before = self._num_replies
-            response, reason = self._send(method, path, content)
-            status = None if response is None else response.status_code
-            if status and status not in RETRYABLE and status < httpx.codes.INTERNAL_SERVER_ERROR:
-                self._num_replies += 1
-                return self._read(response, reason)
+            before, status, least_s = self._num_replies, None, 0.0
+            try:
+                response = self._http.request(method, f"{self.address}{path}", json=body)
+            except httpx.TimeoutException:
+                reason = f"nothing came for {self._timeout_s:g} s"
+            except httpx.RequestError as error:
+                reason = f"no answer ({first_line(error)})"
+                if "CERTIFICATE_VERIFY_FAILED" in reason:
+                    line = f"{self.address}: its certificate is wrong ({first_line(error)}); set "
+                    raise InputError(
+                        f"{line}SSL_CERT_FILE to a file that has its issuer"
+                    ) from error
+            else:
+                status, least_s = response.status_code, _retry_after_s(response)
+                reason = f"status {status}: {' '.join(response.text.split())[:MOST_SHOWN]}"
+                if status not in RETRYABLE and not response.is_server_error:
+                    self._num_replies += 1
+                    return self._read(response, kind, reason)
             if tries == TRIES or self.stopping.is_set():
                 raise InputError(f"{self.address}: {reason}, {tries} times in a row")
-            asked_s = 0.0 if response is None else _retry_after_s(response)
-            self._wait(reason, max(wait_s, asked_s))
-            if not (status == TOO_MANY and self._num_replies > before):
+            self._wait(reason, max(wait_s, least_s))
+            if status != httpx.codes.TOO_MANY_REQUESTS or self._num_replies == before:
                 tries, wait_s = tries + 1, 2 * wait_s
 
-    def _send(self, method: str, path: str, content: Any) -> tuple[httpx.Response | None, str]:
-        """The response, None if there is none, and a description for messages."""
+    def _read(self, response: httpx.Response, kind: type[Reply], reason: str) -> Reply:
+        status = response.status_code
+        if status != httpx.codes.OK:
+            hint = "; give its key with --api-key-file" if status in (401, 403) else ""
+            refused = PromptRefused if status in OF_THE_PROMPT else InputError
+            raise refused(f"{self.address} refuses a request: {reason}{hint}")
         try:
-            response = self._http.request(method, f"{self.address}{path}", json=content)
-        except httpx.TimeoutException:
-            return None, f"nothing came for {self._timeout_s:g} s"
-        except httpx.RequestError as error:
-            if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                line = f"{self.address}: its certificate is wrong ({first_line(error)}); "
-                raise InputError(
-                    f"{line}set SSL_CERT_FILE to a file that has its issuer"
-                ) from error
-            return None, f"no answer ({first_line(error)})"
-        text = " ".join(response.text.split())
-        return response, f"status {response.status_code}: {text[:MOST_SHOWN]}"
-
-    def _read(self, response: httpx.Response, reason: str) -> dict[str, Any]:
-        if response.status_code != httpx.codes.OK:
-            hint = "; give its key with --api-key-file" if response.status_code in NO_KEY else ""
-            line = f"{self.address} refuses a request: {reason}{hint}"
-            raise RefusedByServer(line, response.status_code)
-        with contextlib.suppress(ValueError):
-            if isinstance(found := response.json(), dict):
-                return found
-        raise InputError(
-            f"{self.address} replies with no JSON object ({reason}); name an API server"
-        )
+            return msgspec.json.decode(response.content, type=kind)
+        except ValueError as error:
+            line = f"{self.address} replies with no JSON object of an OpenAI server ({reason}): "
+            raise InputError(f"{line}{first_line(error)}; name another server") from error
 
     def _wait(self, trouble: str, seconds: float) -> None:
         if trouble not in self._noticed:
             self._noticed.add(trouble)
-            line = f"{self.address}: {trouble}; again in {seconds:g} s"
-            print(line, file=sys.stderr, flush=True)
+            print(f"{self.address}: {trouble}; again in {seconds:g} s", file=sys.stderr, flush=True)
         self.stopping.wait(seconds * random.uniform(1.0, 1.25))  # not all at the same time
 
 
 def _retry_after_s(response: httpx.Response) -> float:
     """Seconds to wait by the header Retry-After, a number or a date; 0 without one."""
-    asked = response.headers.get("Retry-After", "")
-    try:
-        found = float(asked)
-    except ValueError:
-        try:
-            found = email.utils.parsedate_to_datetime(asked).timestamp() - time.time()
-        except ValueError:
-            found = 0.0
-    return min(max(found, 0.0), LONGEST_WAIT_S) if math.isfinite(found) else 0.0
+    text, found = response.headers.get("Retry-After", ""), 0.0
+    with contextlib.suppress(ValueError):
+        date = email.utils.parsedate_tz(text)
+        found = email.utils.mktime_tz(date) - time.time() if date else float(text)
+    return min(max(0.0, found), LONGEST_WAIT_S)  # max returns 0 for NaN
