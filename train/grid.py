@@ -17,31 +17,128 @@ GRID/CELL-lrRATE-seedSEED/     the directory of a run
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import fnmatch
+import functools
 import itertools
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from infer.cli.flags.config_file import read_config
+from infer.cli.flags.pair import open_drafter, open_target
 from infer.cli.program import Parser, names, run
-from moa_jax.config import GridConfig, TargetConfig
+from moa_jax.config import DistillConfig, GridConfig, TargetConfig
+from moa_jax.data import batches, sources
+from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.decode.draft_vocabulary import FILE as VOCABULARY
+from moa_jax.decode.session import Session
+from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
-from moa_jax.files.model_folder import read_json, write_json, write_whole
-from moa_jax.pretrained import describe_target
+from moa_jax.files.model_folder import file_hash, json_hash, read_json, write_json, write_whole
+from moa_jax.files.paths import size_and_time
+from moa_jax.pretrained import Target, describe_target
 from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.metrics import read_records
-from train.distill import distill
+from train.distill import distill, with_vocabulary
 from train.run import target_cache
-from train.run.grid_decoding import decode, decoding_of, prompts_of
-from train.run.grid_report import Row, render
-from train.run.grid_runs import GridRun, chosen_runs, files_of, other_files, runs_of, sizes_of
+from train.run.decoding import conversations, fitting_prompts
+from train.run.grid_report import ENDINGS, DecodedCounts, Row, render
 from train.run.settings import expanded
 from train.run.target_cache import CacheFlags
 
-FINISHED = "finished.json"
+HASH_LENGTH = 16  # hexadecimal digits kept of a SHA-256
+BATCH = 16  # prompts decoded together; the batch does not change tau
+
+
+class GridRun(NamedTuple):
+    """One training run of the grid."""
+
+    cell: str
+    seed: int
+    learning_rate: float
+    config: DistillConfig
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run's files."""
+        return Path(self.config.run.directory)
+
+    @property
+    def finished(self) -> Path:
+        """The file with the facts of a finished run."""
+        return self.folder / "finished.json"
+
+
+def runs_of(grid: GridConfig) -> list[GridRun]:
+    """All runs of a grid, ordered by seed, cell and learning rate."""
+    runs = []
+    for seed, (cell, config) in itertools.product(grid.seeds, grid.cells):
+        for rate in grid.learning_rates or (config.optim.learning_rate,):
+            folder = f"{grid.directory}/{cell}-lr{rate:g}-seed{seed}"
+            optim = dataclasses.replace(config.optim, learning_rate=rate)
+            own = dataclasses.replace(config.run, directory=folder, seed=seed)
+            changed = dataclasses.replace(config, optim=optim, run=own, output=f"{folder}/drafter")
+            runs.append(GridRun(cell, seed, rate, changed))
+    return runs
+
+
+def chosen_runs(runs: Sequence[GridRun], patterns: Sequence[str]) -> list[GridRun]:
+    """The runs whose folder name matches a pattern, such as `moa-*-seed0`; all without patterns.
+
+    Raises InputError for a pattern that no run matches.
+    """
+    known = [each.folder.name for each in runs]
+    for pattern in patterns:
+        if not fnmatch.filter(known, pattern):
+            raise InputError(f"--runs {pattern} matches no run; the runs are {', '.join(known)}")
+    matches = lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    return [each for each in runs if not patterns or matches(each.folder.name)]
+
+
+def sizes_of(grid: GridConfig, target: Target) -> dict[str, int]:
+    """The number of trainable parameters per cell."""
+    sizes = {}
+    for name, config in grid.cells:
+        drafter = with_vocabulary(config, target).drafter
+        functions = DRAFTERS[method_of(drafter)].make(drafter, target.config)
+        shapes = jax.eval_shape(functions.init, jax.random.key(0))
+        sizes[name] = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    return sizes
+
+
+def files_of(config: DistillConfig) -> dict[str, Any]:
+    """Size and hash of the local data that a run reads, by name; missing files are left out."""
+    found = {}
+    for path in (*config.data.train, *config.data.validation):
+        with contextlib.suppress(InputError):  # a report needs no data
+            found[path] = sources.files_of(path)
+    if config.vocabulary:
+        files = Path(config.vocabulary), Path(config.vocabulary, VOCABULARY)
+        found |= {str(file): [file] for file in files if file.is_file()}
+    return {name: _facts(files) for name, files in found.items() if files}
+
+
+def _facts(files: Sequence[Path]) -> dict[str, Any]:
+    """Bytes and shortened hash of a file; for several, the sum and the hash of their hashes."""
+    stats = [size_and_time(file) for file in files]
+    hashes = [_hash(file, *stat) for file, stat in zip(files, stats, strict=True)]
+    short = (hashes[0] if len(hashes) == 1 else json_hash(hashes))[:HASH_LENGTH]
+    return {"bytes": sum(size for size, _ in stats), "sha256": short}
+
+
+@functools.cache
+def _hash(file: Path, size: int, changed: float) -> str:
+    """The hash of a file; cached until the file changes, since all runs hash the same files."""
+    return file_hash(file)
+
+
+# ---- training -----------------------------------------------------------------------------
 
 
 def train(
@@ -64,17 +161,15 @@ def train(
 
 def is_finished(each: GridRun) -> bool:
     """Whether a run was trained to its end, by this version."""
-    path = each.folder / FINISHED
-    return path.is_file() and "decoding" in read_json(path)
+    return each.finished.is_file() and "decoding" in read_json(each.finished)
 
 
 def finish(each: GridRun, **facts: Any) -> None:
     """Writes the facts of a trained run to its folder."""
-    settings = fingerprint(each.config)
     named = {"cell": each.cell, "seed": each.seed, "learning_rate": each.learning_rate}
+    known = {"settings": fingerprint(each.config), "decoding": None, "decoded": None}
     each.folder.mkdir(parents=True, exist_ok=True)
-    empty = {"decoding": None, "decoded": None}
-    write_json(each.folder / FINISHED, named | empty | {"settings": settings} | facts)
+    write_json(each.finished, named | known | facts)
 
 
 def rows_of(grid: GridConfig) -> list[Row]:
@@ -86,20 +181,91 @@ def rows_of(grid: GridConfig) -> list[Row]:
     for _, group in itertools.groupby(runs_of(grid), lambda each: each[:2]):
         if done := [_row(grid, each) for each in group if is_finished(each)]:
             best = max(done, key=lambda row: row["simulated_tau"] or 0)  # null: the run diverged
-            taus = {f"{row['learning_rate']:g}": row["simulated_tau"] for row in done}
-            rows.append(best | {"simulated_tau_by_learning_rate": taus})
+            taus = {row["learning_rate"]: row["simulated_tau"] for row in done}
+            rows.append(best | {"taus": taus})
     return rows
 
 
 def _row(grid: GridConfig, each: GridRun) -> Row:
-    row = read_json(each.folder / FINISHED)
-    found = changes(row["settings"], each.config)
-    if found := found + other_files(row.pop("files"), files_of(each.config)):
+    row, now = read_json(each.finished) | {"run": each}, files_of(each.config)
+    before = now | row.pop("files")
+    other = [f"{name}: other content" for name in now if before[name] != now[name]]
+    if found := changes(row["settings"], each.config) + other:
         raise InputError(
             f"cell {each.cell}: {each.folder} was trained with other settings: {listed(found)}; "
             "restore them, or name another `directory`"
         )
     return row if row.pop("decoding") == decoding_of(grid) else row | {"decoded": None}
+
+
+# ---- real tau -----------------------------------------------------------------------------
+
+
+def decode(grid: GridConfig, runs: Sequence[GridRun]) -> None:
+    """Decodes the prompts with the drafter of each run, and adds the counts to the run's facts."""
+    absent = [each for each in runs if not Path(each.config.output).is_dir()]
+    for each in absent:
+        print(f"{each.folder} is not decoded: it has no drafter; copy it here", file=sys.stderr)
+    if len(absent) == len(runs):
+        return
+    target = open_target(grid.cells[0][1].target)
+    prompts, limit = prompts_of(grid, target), grid.max_new_tokens
+    for each in (each for each in runs if each not in absent):
+        drafter = open_drafter(each.config.output, target)
+        sessions = [Session(target, drafter, shape) for shape in grid.shapes]
+        shapes = [{k: _counts(s, prompts, limit, ENDINGS[k]) for k in ENDINGS} for s in sessions]
+        decoded = {"decoding": decoding_of(grid), "decoded": shapes}
+        write_json(each.finished, read_json(each.finished) | decoded)
+        jax.clear_caches()
+
+
+def decoding_of(grid: GridConfig) -> dict[str, Any]:
+    """The decoding settings of all drafters of a grid, with the values that JSON reads back."""
+    return {
+        "shapes": [json.loads(json.dumps(dataclasses.asdict(shape))) for shape in grid.shapes],
+        "prompts": grid.prompts,
+        "max_new_tokens": grid.max_new_tokens,
+    }
+
+
+def prompts_of(grid: GridConfig, target: Target) -> list[list[int]]:
+    """The prompts that all drafters answer, from the validation data of the reference cell.
+
+    Prompts that occur in the training data of any cell are left out. `target` needs no weights.
+    Raises InputError if no prompt is left.
+    """
+    tokenizer = load_tokenizer(target.folder)
+    load = lambda data, split: batches.load(data, tokenizer, target.config.vocab_size, split)[0]
+    validation = load(dict(grid.cells)[grid.reference].data, "validation")
+    left = dict.fromkeys(map(tuple, fitting_prompts(validation, target, grid.max_new_tokens)))
+    for data in dict.fromkeys(config.data for _, config in grid.cells):
+        rows = load(data, "train")
+        for prompt in itertools.chain.from_iterable(conversations(rows, range(rows.num_rows))):
+            left.pop(prompt, None)
+    if not left:
+        raise InputError(
+            f"no prompt of the validation data leaves max_new_tokens {grid.max_new_tokens} of the "
+            f"target's {target.config.max_position_embeddings} positions free, or the training "
+            "data has them all; lower it, or give other data"
+        )
+    return list(map(list, itertools.islice(left, grid.prompts)))
+
+
+def _counts(
+    session: Session, prompts: list[list[int]], max_new_tokens: int, stops: list[int] | None
+) -> DecodedCounts:
+    """Tokens after the first token, and rounds, per prompt."""
+    filled = prompts + prompts[:1] * (-len(prompts) % BATCH)  # one batch size, so one program
+    parts = (filled[start : start + BATCH] for start in range(0, len(filled), BATCH))
+    found = [each for part in parts for each in session.generate(part, max_new_tokens, stops)]
+    found = found[: len(prompts)]
+    return {
+        "tokens": [sum(each.accept_lengths) for each in found],
+        "rounds": [each.rounds for each in found],
+    }
+
+
+# ---- program ------------------------------------------------------------------------------
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -114,16 +280,8 @@ def main(arguments: list[str] | None = None) -> None:
             prompts_of(grid, target)  # raises without prompts before training starts
         if not train(mine, target.config, target_cache.flags_of(args)):
             return
-        todo = [row for row in rows_of(grid) if not row["decoded"]]
-        keys = [(row["cell"], row["seed"], row["learning_rate"]) for row in todo]
-        chosen = [each for each in mine if each[:3] in keys]
-        absent = [each for each in chosen if not Path(each.config.output).is_dir()]
-        for each in absent:
-            print(f"{each.folder} is not decoded: it has no drafter; copy it here", file=sys.stderr)
-        for each, shapes in decode(grid, [each for each in chosen if each not in absent]):
-            left = read_json(each.folder / FINISHED)
-            decoded = {"decoding": decoding_of(grid), "decoded": shapes}
-            write_json(each.folder / FINISHED, left | decoded)
+        todo = [row["run"] for row in rows_of(grid) if not row["decoded"]]
+        decode(grid, [each for each in mine if each in todo])
     text = render(grid, rows_of(grid), target, sizes)
     Path(grid.directory).mkdir(parents=True, exist_ok=True)
     write_whole(Path(grid.directory, "report.md"), text + "\n")

@@ -31,8 +31,7 @@ from tests.train.toy_grids import (
     with_cell,
 )
 from train import grid as grids
-from train.run import grid_decoding
-from train.run.grid_runs import sizes_of
+from train.grid import sizes_of
 from train.run.target_cache import CacheFlags, shared
 
 # Prefixes of the settings that cells of a comparison share.
@@ -220,7 +219,7 @@ def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkey
     assert (tmp_path / "grid" / "report.md").read_text() == text
 
     monkeypatch.setattr(grids, "distill", None)
-    monkeypatch.setattr(grid_decoding, "open_target", None)
+    monkeypatch.setattr(grids, "open_target", None)
     grids.main(["--config", "given"])
     assert capsys.readouterr().out == text
 
@@ -246,7 +245,7 @@ def test_prompts_are_distinct_and_not_trained_on(tmp_path):
         for at in range(1, len(record["messages"]), 2)
     ]
     many = validated_by(*config.validation, *config.validation, CONVERSATIONS)
-    found = grid_decoding.prompts_of(many, TARGET)
+    found = grids.prompts_of(many, TARGET)
     fitting = {tuple(each) for each in expected if len(each) < config.max_length}
     assert fitting == set(map(tuple, found)) and len(found) == len(fitting) > 6
     turns = [prompt.count(tokenizer.convert_tokens_to_ids("<|user|>")) for prompt in found]
@@ -255,14 +254,14 @@ def test_prompts_are_distinct_and_not_trained_on(tmp_path):
     mixed = (CONVERSATIONS, *config.validation)
     seen += [with_cell(grid, data_train=mixed, data_weights=(1.0, 1.0))]
     for one in seen:
-        assert "or the training data has them all" in refusal(grid_decoding.prompts_of, one, TARGET)
+        assert "or the training data has them all" in refusal(grids.prompts_of, one, TARGET)
 
 
 def counted_alone(run: grids.GridRun, grid: GridConfig) -> tuple[int, int]:
     """Tokens and rounds of the first shape, each prompt decoded by itself."""
     target = load_target(run.config.target)
     session = Session(target, load_drafter(run.config.output, target), grid.shapes[0])
-    prompts = grid_decoding.prompts_of(grid, target)
+    prompts = grids.prompts_of(grid, target)
     found = [session.generate([prompt], grid.max_new_tokens)[0] for prompt in prompts]
     tokens = sum(len(result.token_ids) - 1 for result in found)
     return tokens, sum(result.rounds for result in found)

@@ -6,8 +6,8 @@ import numpy as np
 
 from tests.train.toy_grids import TARGET, decoded_by, finish, toy_grid
 from train import grid as grids
+from train.grid import sizes_of
 from train.run.grid_report import DRAWS, _taus, render
-from train.run.grid_runs import sizes_of
 
 
 def counted(tokens: list[int], rounds: list[int]) -> dict[str, list[int]]:

@@ -9,7 +9,7 @@ from moa_jax.config import DraftShape, EagleConfig, GridConfig, MoaConfig
 from moa_jax.pretrained import describe_target
 from tests.train.test_training import CONVERSATIONS, distill_config
 from train import grid as grids
-from train.run import grid_decoding
+from train.run.grid_report import ENDINGS
 
 MOA = MoaConfig(1, 24, 1, 24, 1, 16)
 DEMO = ROOT / "moa_jax" / "demo" / "target"
@@ -67,5 +67,5 @@ def with_cell(grid: GridConfig, **changes) -> GridConfig:
 def decoded_by(grid: GridConfig, rounds: list[int]) -> dict:
     """What finished.json holds where the prompts got 8 tokens each in so many rounds."""
     counts = {"tokens": [8] * len(rounds), "rounds": rounds}
-    shapes = [dict.fromkeys(grid_decoding.ENDINGS, counts)] * len(grid.shapes)
-    return {"decoding": grid_decoding.decoding_of(grid), "decoded": shapes}
+    shapes = [dict.fromkeys(ENDINGS, counts)] * len(grid.shapes)
+    return {"decoding": grids.decoding_of(grid), "decoded": shapes}

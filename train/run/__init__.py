@@ -15,6 +15,5 @@ Answers of the target, for train.regenerate:
 
 Grids, for train.grid:
 
-    grid_runs.py      runs, sizes, data       grid_decoding.py  real tau of the runs
     grid_report.py    Markdown
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,11 @@ from infer.bench.tables import number, table_of, with_interval
 from moa_jax.config import DraftShape, GridConfig
 from moa_jax.pretrained import Target
 from moa_jax.training.fingerprint import changes, fingerprint, listed
-from train.run.grid_decoding import ENDINGS, DecodedCounts
 
-SHARED = ("data.", "optim.", "run.")  # settings that a fair comparison shares
+# Settings that a fair comparison shares; learning rates are chosen per cell.
+SHARED = re.compile(r"(data|optim|run)\.(?!learning_rate:)")
+ENDINGS = {"tau": None, "tau_past_end": []}  # stop ids per tau; None: the target's own
+DecodedCounts = dict[str, list[int]]  # tokens and rounds per prompt, of one shape and ending
 Row = dict[str, Any]  # a trained cell and seed at its best learning rate
 MEANING = """The learning rate with the highest simulated tau counts. Tau: tokens per verification
 over all rounds of up to {prompts} distinct held-out prompts that no cell was trained on, greedy, up
@@ -28,19 +31,17 @@ def render(grid: GridConfig, rows: Sequence[Row], target: Target, sizes: Mapping
 
     `sizes` has the number of trainable parameters per cell.
     """
-    runs = [
-        {
-            "cell": row["cell"],
-            "seed": row["seed"],
-            "parameters": f"{sizes[row['cell']]:,}",
-            "learning rate": f"{row['learning_rate']:g}",
-            "simulated tau by learning rate": _by_rate(row["simulated_tau_by_learning_rate"]),
-        }
-        for row in rows
-    ]
-    parts = [f"# Drafters for {target.folder}", table_of(runs), *_differences(grid)]
-    of = {name: [r["decoded"] for r in rows if r["cell"] == name] for name, _ in grid.cells}
-    decoded = {name: list(filter(None, seeds)) for name, seeds in of.items()}
+    by_rate = lambda taus: [f"{rate:g}: {number(tau)}" for rate, tau in sorted(taus.items())]
+    columns = {
+        "cell": "cell",
+        "seed": "seed",
+        "parameters": lambda row: f"{sizes[row['cell']]:,}",
+        "learning rate": lambda row: f"{row['learning_rate']:g}",
+        "simulated tau by learning rate": lambda row: ", ".join(by_rate(row["taus"])),
+    }
+    parts = [f"# Drafters for {target.folder}", table_of(rows, columns), *_differences(grid)]
+    of = lambda name: [row["decoded"] for row in rows if row["cell"] == name and row["decoded"]]
+    decoded = {name: of(name) for name, _ in grid.cells}
     for index, shape in enumerate(grid.shapes):
         taus = []
         for name, seeds in decoded.items():
@@ -59,8 +60,7 @@ def _differences(grid: GridConfig) -> list[str]:
     reference = fingerprint(dict(grid.cells)[grid.reference])
     found = []
     for name, config in grid.cells:
-        unlike = [each for each in changes(reference, config) if each.startswith(SHARED)]
-        unlike = [each for each in unlike if not each.startswith("optim.learning_rate:")]
+        unlike = [each for each in changes(reference, config) if SHARED.match(each)]
         found += [f"- {name}: {listed(unlike)}"] if unlike else []
     return [f"Other settings than {grid.reference}:", "\n".join(found)] if found else []
 
@@ -83,9 +83,3 @@ def _taus(
         name: with_interval(tau, interval_of(ours)),
         f"{name} / {reference}": with_interval(tau / of if base else None, within),
     }
-
-
-def _by_rate(taus: Mapping[str, float]) -> str:
-    """Formats tau by learning rate in numeric order, which the sorted keys of JSON do not keep."""
-    ordered = sorted(taus.items(), key=lambda item: float(item[0]))
-    return ", ".join(f"{rate}: {number(tau)}" for rate, tau in ordered)
