@@ -24,7 +24,7 @@ Only programs import this package.
     split/        --split: client and server over several networks
     network.py    a TCP proxy that emulates a slow, jittery, lossy link and fails on demand
     plan/         infer.plan and train.plan: programs for hardware that is not attached
-    statistics.py, arrivals.py, tables.py      figures and their formatting
+    statistics.py, tables.py      figures and their formatting
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from infer.bench.arrivals import arrivals, percentiles
+from infer.bench.serving.clients import arrivals
+from infer.bench.serving.results import percentiles
 
 
 def test_arrivals_follow_a_poisson_law():

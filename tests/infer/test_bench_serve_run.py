@@ -13,7 +13,7 @@ import pytest
 from infer import bench
 from infer.bench.serving import clients, results, run, servers
 from infer.bench.serving.clients import RequestOutcome
-from infer.bench.serving.flags import variants_of
+from infer.bench.serving.run import variants_of
 from infer.bench.serving.servers import Server
 from infer.openai.metrics import ServingMetrics
 from infer.server_process import Child, ended_by_sigterm

@@ -1,9 +1,10 @@
-"""Requests from question sets, sent to a server at given times."""
+"""Requests from question sets, sent to a server at the times of a Poisson process."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -70,6 +71,16 @@ def requests_of(
     ]
 
 
+def arrivals(count: int, rate: float, seed: int = 0) -> list[float]:
+    """Arrival times (s) of `count` clients: the first at 0, then `rate` per second on average.
+
+    Gaps have an exponential distribution, so the arrivals are a Poisson process.
+    """
+    gaps = random.Random(seed)
+    times = itertools.accumulate((gaps.expovariate(rate) for _ in range(count - 1)), initial=0.0)
+    return list(times)
+
+
 def client_of(url: str) -> httpx.AsyncClient:
     """A client without a connection limit; ignores proxy settings of the environment."""
     return httpx.AsyncClient(base_url=url, timeout=TIMEOUTS, limits=NO_LIMITS, trust_env=False)
@@ -80,17 +91,14 @@ async def open_loop(
 ) -> list[RequestOutcome]:
     """Sends every request at its time (seconds from now), independent of the server."""
     began = time.perf_counter()
-
-    async def one(request: dict[str, Any], after: float) -> RequestOutcome:
-        await asyncio.sleep(began + after - time.perf_counter())
-        return await send(client, request, began + after)
-
-    return await asyncio.gather(*map(one, requests, times))
+    send_at = lambda body, after: send(client, body, began + after)
+    return await asyncio.gather(*map(send_at, requests, times))
 
 
 async def send(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> RequestOutcome:
-    """Sends one request and reads its stream; failures are recorded in `error`."""
+    """Sends one request when due and reads its stream; failures are recorded in `error`."""
     first, tokens, texts, error, finish = None, 0, [], "", None
+    await asyncio.sleep(due - time.perf_counter())
     try:
         async for event in _events(client, body):
             tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
@@ -101,10 +109,8 @@ async def send(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> R
                     first = time.perf_counter()
         if finish is None or not tokens:
             error = "the stream ended before the answer"
-    except InputError as refused:
-        error = str(refused)
     except (httpx.HTTPError, httpx.StreamError, ValueError, LookupError, TypeError) as fault:
-        error = type(fault).__name__
+        error = str(fault) if isinstance(fault, InputError) else type(fault).__name__
     end = time.perf_counter()
     return RequestOutcome(body["seed"], due, first, end, tokens, "".join(texts), error)
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.bench.arrivals import percentiles
+import numpy as np
+
 from infer.bench.drawing import save_figure, tidy
 from infer.bench.serving.clients import RequestOutcome
 from infer.bench.statistics import median
@@ -22,6 +23,12 @@ from infer.bench.tables import TableColumn, cut_line, short, table_of
 
 Outcomes = Sequence[RequestOutcome]  # of one mode at one rate
 Row = Mapping[str, Any]
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    """The median and the 95th percentile; None if `values` is empty."""
+    found = np.quantile(values, (0.5, 0.95)).tolist() if len(values) else (None, None)
+    return dict(zip(("p50", "p95"), found, strict=True))
 
 
 def summarise(outcomes: Outcomes) -> dict[str, Any]:
@@ -44,23 +51,18 @@ def summarise(outcomes: Outcomes) -> dict[str, Any]:
     }
 
 
-def speedup(ours: Outcomes, plain: Outcomes) -> float | None:
-    """The median over requests of plain decoding's latency / latency."""
-    return median([(b.end - b.due) / (a.end - a.due) for a, b in pairs_of(ours, plain)])
+def compare(ours: Outcomes, plain: Outcomes) -> dict[str, Any]:
+    """Speedup over plain decoding, and the seeds of requests with different answers.
 
-
-def differences(ours: Outcomes, others: Outcomes) -> dict[str, Any]:
-    """The number of answer pairs, and the seeds of requests with different answers."""
-    pairs = pairs_of(ours, others)
-    wrong = [a.seed for a, b in pairs if (a.text, a.tokens) != (b.text, b.tokens)]
-    return {"compared": len(pairs), "different": wrong}
-
-
-def pairs_of(ours: Outcomes, others: Outcomes) -> list[tuple[RequestOutcome, RequestOutcome]]:
-    """Pairs of outcomes of the same request, if both answers are complete."""
-    known = {each.seed: each for each in others if not each.error}
-    whole = (each for each in ours if not each.error)
-    return [(each, known[each.seed]) for each in whole if each.seed in known]
+    Compares pairs of complete answers to the same request.
+    """
+    known = {each.seed: each for each in plain if not each.error}
+    pairs = [(each, known[each.seed]) for each in ours if not each.error and each.seed in known]
+    return {
+        "speedup": median([(b.end - b.due) / (a.end - a.due) for a, b in pairs]),
+        "compared": len(pairs),
+        "different": [a.seed for a, b in pairs if (a.text, a.tokens) != (b.text, b.tokens)],
+    }
 
 
 # ---- tables and plot ----------------------------------------------------------------------

@@ -21,32 +21,29 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
-from infer.bench.arrivals import arrivals
 from infer.bench.candidates import PLAIN
+from infer.bench.drawing import check_plots
 from infer.bench.serving import clients, results
-from infer.bench.serving.clients import RequestOutcome, questions_of, requests_of
-from infer.bench.serving.flags import check, parser_of, variants_of
 from infer.bench.serving.servers import PROGRAMS, Server, parse, serving, summarise_counters
 from infer.cli.documents import until_cut
-from infer.cli.program import progress
+from infer.cli.flags.mesh import add_mesh_flag, as_flag
+from infer.cli.flags.pair import AUTO, EXPLICIT, add_model_flags, drafter_options
+from infer.cli.program import Parser, above_zero, names, positive, progress, whole
 from infer.server_process import ROOT
+from moa_jax.config import Sampling
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
 from moa_jax.measure.turns import rotated
 
+# Outcomes of requests to one server, and the increase of the server's counters.
+Played = tuple[list[clients.RequestOutcome], Counter[str]]
+MODES = (*EXPLICIT, AUTO)
 WARMING = 1_000_000  # index of the first warm-up request
 MOST_WARMINGS = 24  # passes of one size
-
-
-class Played(NamedTuple):
-    """Outcomes of requests to one server, and the increase of the server's counters."""
-
-    outcomes: list[RequestOutcome]
-    grown: Counter[str]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -73,7 +70,7 @@ async def measure(
     """Adds to the document; `rates` gets a row per mode when a rate is complete."""
     async with clients.client_of(servers[0].url) as client:
         (card,) = (await client.get("/v1/models")).json()["data"]
-    questions = questions_of(args, card["max_model_len"])
+    questions = clients.questions_of(args, card["max_model_len"])
     for server in servers:
         await _warm_up(server, args, questions)
     dtype = args.dtype or ("float32" if document["machine"]["platform"] == "cpu" else "bfloat16")
@@ -83,12 +80,12 @@ async def measure(
     with progress(len(args.rates) * len(servers), "runs") as bar:
         for index, rate in enumerate(args.rates):
             begin = index * args.requests
-            times = arrivals(args.requests, rate, args.seed + begin)
-            batch, played = requests_of(args, questions, begin, args.requests), {}
+            times = clients.arrivals(args.requests, rate, args.seed + begin)
+            batch, played = clients.requests_of(args, questions, begin, args.requests), {}
             for server in rotated(servers, index):
                 played[server.mode] = await _play(server, batch, times)
                 bar.step()
-            rows += [{"rate": rate} | _row(server.mode, played) for server in servers]
+            rows += [_row(rate, server.mode, played) for server in servers]
 
 
 async def _warm_up(server: Server, args: argparse.Namespace, questions: list[str]) -> None:
@@ -97,12 +94,12 @@ async def _warm_up(server: Server, args: argparse.Namespace, questions: list[str
     begin = WARMING
     for count in (*(1 << power for power in range(args.slots.bit_length())), 2 * args.slots):
         for _ in range(MOST_WARMINGS):
-            batch = requests_of(args, questions, begin, count)
-            played = await _play(server, batch, [0.0] * count)
-            if errors := [each.error for each in played.outcomes if each.error]:
+            batch = clients.requests_of(args, questions, begin, count)
+            outcomes, grown = await _play(server, batch, [0.0] * count)
+            if errors := [each.error for each in outcomes if each.error]:
                 raise InputError(f"{server.child.name} does not answer: {errors[0]}")
             begin += count
-            if not played.grown[PROGRAMS]:
+            if not grown[PROGRAMS]:
                 break
 
 
@@ -113,29 +110,81 @@ async def _play(server: Server, batch: Sequence[dict[str, Any]], times: Sequence
             before = parse((await client.get("/metrics")).raise_for_status().text)
             outcomes = await clients.open_loop(client, batch, times)
             server.settle()
-            grown = parse((await client.get("/metrics")).raise_for_status().text)
+            after = parse((await client.get("/metrics")).raise_for_status().text)
     except httpx.HTTPError as error:
         server.child.check()
         raise InputError(f"{server.child.name}: no /metrics: {type(error).__name__}") from error
-    grown.subtract(before)
-    return Played(outcomes, grown)
+    return outcomes, after - before
 
 
-def _row(mode: str, played: Mapping[str, Played]) -> dict[str, Any]:
+def _row(rate: float, mode: str, played: Mapping[str, Played]) -> dict[str, Any]:
     """One mode at one rate, compared with plain decoding on the same requests."""
     (outcomes, grown), (plain, _) = played[mode], played[PLAIN]
-    row = {"mode": mode} | results.summarise(outcomes) | summarise_counters(grown)
-    row["speedup"] = results.speedup(outcomes, plain)
-    return row | results.differences(outcomes, plain)
+    row = {"rate": rate, "mode": mode} | results.summarise(outcomes) | summarise_counters(grown)
+    return row | results.compare(outcomes, plain)
 
 
 def _machine() -> dict[str, Any]:
     """The device as reported by a subprocess, because this process must not occupy a GPU."""
     command = [sys.executable, "-m", "infer.info", "--json"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    report = json.loads(done.stdout)
+    report = json.loads(subprocess.check_output(command, cwd=ROOT))
     if not report["devices"]:
         raise InputError(f"no device: {report['device_error']}; see infer.info")
     (device, *_), cores = report["devices"], report["host"]["cores"]
     platform = device["name"].partition(":")[0]
     return {"device_kind": device["kind"], "platform": platform, "cores": cores}
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """The parser of `infer.bench --serve`, with grouped flags."""
+    parser = Parser("infer.bench --serve", description)
+    add_mesh_flag(add_model_flags(parser))
+    add = parser.add_argument_group("servers").add_argument
+    modes = f"of {', '.join(MODES)}; plain is always one of them"
+    add("--modes", type=names, default="plain,chain,auto", help=modes)
+    add("--slots", type=positive, default=16, help="requests decoded at once")
+    add("--max-tokens", type=positive, metavar="N", help="of a prompt with its answer")
+    add = parser.add_argument_group("requests").add_argument
+    add("--suite", default="demo", help="question sets, as of infer.evaluate")
+    add("--max-new-tokens", type=positive, default=128, help="longest answer")
+    add("--ignore-stop", action="store_true", help="decode past the end of the answer")
+    add("--temperature", type=float, default=0.0, metavar="X", help="each request has a seed")
+    add("--seed", type=whole, default=0, help="of arrivals, questions and requests")
+    add = parser.add_argument_group("load").add_argument
+    add("--rates", type=_rates, default="0.5,1,2,4,8", metavar="R,R", help="requests/s")
+    add("--requests", type=positive, default=64, metavar="N", help="per rate")
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="one JSON document on stdout")
+    add("--plot", metavar="FILE.png", help="latency, throughput and speedup by rate")
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises InputError for invalid values and combinations, before any server starts."""
+    if not args.modes or set(args.modes) - set(MODES):
+        raise InputError(f"--modes {','.join(args.modes)}; choose from {', '.join(MODES)}")
+    Sampling(temperature=args.temperature)
+    if args.plot:
+        check_plots(Path(args.plot))
+
+
+def variants_of(args: argparse.Namespace) -> dict[str, list[str]]:
+    """The flags of a server per mode, plain decoding first."""
+    shared = ("target", "dtype", "weights", "threads", "slots", "max_tokens")
+    common = {name: getattr(args, name) for name in shared}
+    common["mesh"] = as_flag(args.mesh) if args.mesh else None
+    drafter = {"draft": args.draft, **drafter_options(args)}
+    found = {}
+    for mode in dict.fromkeys([PLAIN, *args.modes]):
+        values = common | {"mode": mode} | ({} if mode == PLAIN else drafter)
+        flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
+        found[mode] = [str(word) for pair in flags.items() if pair[1] is not None for word in pair]
+    return found
+
+
+def _rates(text: str) -> list[float]:
+    """Type of --rates: requests/s, separated by commas."""
+    found = [above_zero(each) for each in names(text)]
+    if not found:
+        raise argparse.ArgumentTypeError("no rate; give requests/s, separated by commas")
+    return sorted(found)

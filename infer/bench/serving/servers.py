@@ -30,8 +30,7 @@ class Server(NamedTuple):
 
     def settle(self) -> None:
         """Waits until the process is idle, so that its compiles do not slow the next server."""
-        end = time.monotonic() + SETTLE_SECONDS
-        while time.monotonic() < end:
+        for _ in range(int(SETTLE_SECONDS / SAMPLE_SECONDS)):
             before = self.child.cpu_seconds() or 0.0
             time.sleep(SAMPLE_SECONDS)
             self.child.check()
@@ -45,18 +44,16 @@ def serving(variants: Mapping[str, Sequence[str]]) -> Iterator[list[Server]]:
 
     Raises InputError with the last output line of a server that cannot start.
     """
-    env = {MEMORY_FRACTION: f"{0.9 / len(variants):.3f}"}
-    env = {} if MEMORY_FRACTION in os.environ else env
+    share = f"{0.9 / len(variants):.3f}"
+    env = {MEMORY_FRACTION: os.environ.get(MEMORY_FRACTION, share)}
     # Servers refuse no request and reuse no prompt: questions repeat, differently per server.
     more = ["--max-queue", str(1 << 20), "--drain-seconds", "1", "--prefix-bytes", "0"]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moa-serving-")))
-        children = [
-            stack.enter_context(
-                Child("infer.serve", [*flags, *more], folder / mode, env=env, of=mode)
-            )
-            for mode, flags in variants.items()
-        ]
+        start = lambda mode, flags: Child("infer.serve", flags, folder / mode, env=env, of=mode)
+        children = [start(mode, [*flags, *more]) for mode, flags in variants.items()]
+        for child in children:
+            stack.enter_context(child)
         urls = [child.ready()["url"].removesuffix("/v1") for child in children]
         yield list(map(Server, variants, urls, children))
 
@@ -64,9 +61,8 @@ def serving(variants: Mapping[str, Sequence[str]]) -> Iterator[list[Server]]:
 def parse(text: str) -> Counter[str]:
     """Parses Prometheus text format to values by name, summed over labels."""
     found: Counter[str] = Counter()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found[sample.name] += sample.value
+    for name, _, value, *_ in (s for f in text_string_to_metric_families(text) for s in f.samples):
+        found[name] += value
     return found
 
 
