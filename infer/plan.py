@@ -23,22 +23,12 @@ from pathlib import Path
 import jax
 
 from infer.bench.inputs import shapes_of
-from infer.bench.plan import decoding
+from infer.bench.plan import decoding, machines
 from infer.bench.plan.decoding import FORMATS, Plan, PlanRequest
-from infer.bench.plan.machines import machine
 from infer.bench.tables import gib, table_of
+from infer.cli.flags import pair
 from infer.cli.flags.config_file import SHAPES, read_config
 from infer.cli.flags.mesh import add_mesh_flag, as_flag
-from infer.cli.flags.pair import (
-    DEFAULT_TREE,
-    EXPLICIT,
-    add_kind_flags,
-    add_pair_flag,
-    add_tree_sizes,
-    drafter_options,
-    open_drafter,
-    shape_of,
-)
 from infer.cli.program import Parser, above_zero, positive, run
 from moa_jax.config import DistillConfig, DraftShape
 from moa_jax.decode.programs import cache_rows_for
@@ -73,8 +63,8 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
     args.mode = args.mode or "plain"
     target = _target(args.shape or args.target)
     drafter = None if args.mode == "plain" else _drafter(args, target)
-    shape = shape_of(args, drafter.depth) if drafter else DraftShape(1)
-    found = machine(args.topology)
+    shape = pair.shape_of(args, drafter.depth) if drafter else DraftShape(1)
+    found = machines.machine(args.topology)
     chip = found.chip
     if args.bandwidth is not None:
         chip = chip._replace(bandwidth=1e12 * args.bandwidth)
@@ -109,12 +99,11 @@ def _drafter(args: argparse.Namespace, target: Target) -> LoadedDrafter:
     """The drafter of --drafter, without weights."""
     if args.drafter is None:
         raise InputError(f"--mode {args.mode} drafts; name the drafter with --drafter")
+    options = pair.drafter_options(args)
     if not args.drafter.endswith(".py"):
-        return open_drafter(args.drafter, target, **drafter_options(args))._replace(params=None)
-    for flag, value in drafter_options(args).items():
-        if value is not None:
-            shown = flag.replace("_", "-")
-            raise InputError(f"--{shown}: {args.drafter} sets it; leave the flag out")
+        return pair.open_drafter(args.drafter, target, **options)._replace(params=None)
+    if given := [flag.replace("_", "-") for flag, value in options.items() if value is not None]:
+        raise InputError(f"--{given[0]}: {args.drafter} sets it; leave the flag out")
     config = read_config(args.drafter, DistillConfig)
     check_pairing(target_sizes(shapes_of(config.target)), target_sizes(target.config))
     method = method_of(config.drafter)
@@ -145,9 +134,7 @@ def _round(found: Plan) -> list[str]:
         for each in found["phases"]
     ]
     counts = [f"{each['count']} {kind}" for kind, each in links["collectives"].items()]
-    moved = [
-        f"{move['opcode']} of {move['bytes'] / 1e6:.0f} MB in {move['phase']}" for move in moves
-    ]
+    moved = [f"{of['opcode']} of {of['bytes'] / 1e6:.0f} MB in {of['phase']}" for of in moves]
     return [
         f"\n{table_of(phases)}\n",
         f"a round: {found['round_ms']:.3f} ms, {found['launches']} launches, modelled; prefill, of "
@@ -163,20 +150,20 @@ def _round(found: Plan) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("infer.plan", __doc__)
     group = parser.add_argument_group("models")
-    add_pair_flag(parser, group)
+    pair.add_pair_flag(parser, group)
     # --pair sets `target`; the others are flags that only decoding programs have.
     parser.set_defaults(target=None, num_speculative_tokens=None, paths=None, sampled_drafts=False)
     help = f"target: {', '.join(SHAPES)}, a folder with its config.json, or a GGUF file"
     group.add_argument("--shape", metavar="NAME_OR_DIR", help=help)
     help = "a config file of train.distill, or a drafter"
     group.add_argument("--drafter", metavar="FILE.py_OR_DIR", help=help)
-    add_kind_flags(group)
+    pair.add_kind_flags(group)
     group.add_argument("--weights", default="bfloat16", choices=FORMATS, help="their format")
     group = parser.add_argument_group("drafting")
-    group.add_argument("--mode", choices=EXPLICIT, help="how to decode; default: plain")
+    group.add_argument("--mode", choices=pair.EXPLICIT, help="how to decode; default: plain")
     help = f"levels with the root; default: the drafter's, else {DEFAULT_DEPTH}, trees "
-    group.add_argument("--depth", type=positive, help=f"{help}{DEFAULT_TREE.depth}")
-    add_tree_sizes(group)
+    group.add_argument("--depth", type=positive, help=f"{help}{pair.DEFAULT_TREE.depth}")
+    pair.add_tree_sizes(group)
     help = f"tokens that a target pass commits; default: Llama-3-8B's, {ASSUMED_TAU}"
     group.add_argument("--tau", type=above_zero, help=help)
     group = parser.add_argument_group("sizes")

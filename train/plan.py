@@ -21,9 +21,7 @@ from pathlib import Path
 
 import jax
 
-from infer.bench.plan import training
-from infer.bench.plan.machines import machine
-from infer.bench.plan.training import Plan
+from infer.bench.plan import machines, training
 from infer.bench.tables import gib
 from infer.cli.flags.config_file import SHAPES, presets_of
 from infer.cli.program import run
@@ -40,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     config, args = _asked(sys.argv[1:] if arguments is None else arguments)
     jax.config.update("jax_platforms", "cpu")  # an attached accelerator is left alone
     jax.config.update("jax_enable_compilation_cache", False)  # jax decides at the first compile
-    wanted = machine(args.topology)
+    wanted = machines.machine(args.topology)
     config, target_cfg = with_shapes(config)
     found = training.plan(config, target_cfg, wanted, not args.full)
     if found["hurried"] and training.is_close(found):
@@ -79,7 +77,7 @@ def with_shapes(config: DistillConfig) -> tuple[DistillConfig, TargetConfig]:
     return with_vocabulary(config, target), target.config
 
 
-def described(found: Plan) -> str:
+def described(found: training.Plan) -> str:
     """A plan as text, which ends with the verdict."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
     memory = ", ".join(f"{part} {gib(size)}" for part, size in found["memory"].items())
@@ -108,9 +106,8 @@ def described(found: Plan) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = config_parser("train.plan", __doc__)
-    parser.add_argument(
-        "--topology", required=True, help="v5e:AxB, v6e:AxB, v5p:AxBxC or h200:N (GPUs)"
-    )
+    help = "v5e:AxB, v6e:AxB, v5p:AxBxC or h200:N (GPUs)"
+    parser.add_argument("--topology", required=True, help=help)
     group = parser.add_argument_group("planning")
     group.add_argument("--full", action="store_true", help="optimise as a run does: slow on TPUs")
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")

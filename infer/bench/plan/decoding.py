@@ -16,9 +16,6 @@ import jax
 from jax.sharding import Mesh
 
 from infer.bench.plan import hlo, lowering, machines
-from infer.bench.plan.hlo import Kernel
-from infer.bench.plan.lowering import HloModule, Product, Shares, num_bytes
-from infer.bench.plan.machines import Machine
 from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.decode.programs import chunks_for, on_mesh
 from moa_jax.decode.state import StaticConfig, Weights
@@ -37,7 +34,7 @@ FORMATS = ("bfloat16", "float32", *quantize.FORMATS)  # weight formats
 class PlanRequest(NamedTuple):
     """A decode program and its machine."""
 
-    machine: Machine
+    machine: machines.Machine
     target: TargetConfig
     drafter: LoadedDrafter | None  # without its weights
     shape: DraftShape
@@ -53,21 +50,18 @@ class PlanRequest(NamedTuple):
         name, chips, uses = self.machine.name, self.machine.num_chips, math.prod(self.mesh.values())
         nodes, rows, levels = self.shape.num_rows, self.cache_rows, self.shape.levels
         breadth, vocab_size = self.shape.most_children, self.target.vocab_size
+        used, weights = self.rows_used or 0, (self.weights, self.machine.chip.compiler)
         faults = {
             f"topology {name} has {chips} chips, and decoding uses {uses}; name a machine of "
             f"{uses}, or add --mesh tensor={chips}": chips != uses,
-            f"--weights fp8: {name} does not multiply it; use int8": (
-                self.weights == "fp8" and self.machine.chip.compiler == "tpu"
-            ),
+            f"--weights fp8: {name} does not multiply it; use int8": weights == ("fp8", "tpu"),
             f"a cache of {rows} rows is too small for a draft of {nodes} nodes; raise "
             "--cache-rows": nodes >= rows,
             f"--breadth {breadth} is more than the {vocab_size} tokens that can be drafted; choose "
             "a smaller one": breadth > vocab_size,
             f"--tau {self.tau:g}: a round of {levels} levels commits at most {levels} tokens; "
             "lower it, or raise --depth": self.tau > levels,
-            f"--rows-used {self.rows_used} is more than the {rows} rows of the cache; lower it": (
-                (self.rows_used or 0) > rows
-            ),
+            f"--rows-used {used} is more than the {rows} rows of the cache; lower it": used > rows,
         }
         if found := [message for message, is_fault in faults.items() if is_fault]:
             raise InputError(found[0])
@@ -100,7 +94,7 @@ def plan(request: PlanRequest) -> Plan:
         program = (where, setup, weights, request.cache_rows, request.batch)
         state = lowering.abstract_state(*program[1:])
         state = on_mesh(state, where) if others else state
-        held = {"weights": num_bytes(weights), "state": num_bytes(state)}
+        held = {"weights": lowering.num_bytes(weights), "state": lowering.num_bytes(state)}
         decode = lowering.compile_decode(*program)
         prefill = lowering.compile_prefill(*program) if decode.hlo else decode
     limit, refused = request.machine.chip.memory, prefill.hlo is None
@@ -143,18 +137,18 @@ def _described(request: PlanRequest) -> Plan:
     }
 
 
-def cost(request: PlanRequest, decode: HloModule, prefill: HloModule) -> Plan:
+def cost(request: PlanRequest, decode: lowering.HloModule, prefill: lowering.HloModule) -> Plan:
     """Kernels, collectives and time of a round by phase, and of prefilling one chunk.
 
     The roofline leaves out launches, collectives and all kernels but the products.
     """
     chip, sizes = request.machine.chip, request.mesh
-    shares = Shares(request.machine.num_chips, sizes.get("tensor", 1), request.used)
+    shares = lowering.Shares(request.machine.num_chips, sizes.get("tensor", 1), request.used)
     products = [each for each in lowering.products(decode.jaxpr, shares) if each.in_loop]
     kernels = [each for each in hlo.kernels(decode.hlo) if each.in_loop]
     of = lambda name, found: [each for each in found if phase_of(each.label) == name]
-    names = (*PHASES, REST)
-    rows = [_phase(request, name, of(name, products), of(name, kernels)) for name in names]
+    parts = ((name, of(name, products), of(name, kernels)) for name in (*PHASES, REST))
+    rows = [_phase(request, *part) for part in parts]
     read = [*lowering.products(prefill.jaxpr, shares)], hlo.kernels(prefill.hlo)
     collectives = hlo.collectives(decode.hlo, in_loop=True)
     links = {
@@ -179,7 +173,9 @@ def phase_of(label: str) -> str:
     return next((scope for scope in label.split("/") if scope in PHASES), REST)
 
 
-def _phase(request: PlanRequest, name: str, products: list[Product], kernels: list[Kernel]) -> Plan:
+def _phase(
+    request: PlanRequest, name: str, products: list[lowering.Product], kernels: list[hlo.Kernel]
+) -> Plan:
     """The cost of a phase; an array that no product makes is written once and read once."""
     chip = request.machine.chip
     stored = sum(2 * each.times * each.written for each in kernels if not each.is_product)

@@ -30,10 +30,8 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)(.*)$")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](?:\{[^}]*?(S\([1-4]\))?\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
-_CALLED = re.compile(
-    r"(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations)="
-    r"(%[\w.\-]+|\{[^}]*\})"
-)
+_CALLING = r"calls|to_apply|body|condition|true_computation|false_computation|branch_computations"
+_CALLED = re.compile(rf"(?:{_CALLING})=(%[\w.\-]+|\{{[^}}]*\}})")
 _LABEL = re.compile(r'op_name="([^"]*)"')
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _NO_KERNEL = re.compile(r'custom_call_target="(?:ConcatBitcast|AllocateBuffer)"')
@@ -54,12 +52,12 @@ class HloArray(NamedTuple):
 class Instruction(NamedTuple):
     """One instruction of a computation."""
 
+    is_root: str | None  # "ROOT " for the result of the computation
     name: str
-    opcode: str
     shape: str  # of the result
+    opcode: str
     arguments: str  # text between the parentheses
     attributes: str  # text after the parentheses
-    is_root: bool
 
     @property
     def arrays(self) -> list[HloArray]:
@@ -102,8 +100,7 @@ def parse(text: str) -> Program:
             if header[1]:
                 program[ENTRY] = current
         elif found := _INSTRUCTION.match(line):
-            root, name, shape, opcode, arguments, attributes = found.groups()
-            current[name] = Instruction(name, opcode, shape, arguments, attributes, bool(root))
+            current[found[2]] = Instruction(*found.groups())
     return program
 
 
@@ -299,9 +296,7 @@ def collectives(text: str, in_loop: bool = False) -> dict[str, dict[str, int]]:
     program = parse(text)
     found: dict[str, tuple[int, str, int]] = {}  # by channel: runs, kind, bytes of a run
     for at, each, times, is_looped in executed(program):
-        if in_loop and not is_looped:
-            continue
-        for channel, kind, size in _sent(program, at, each):
+        for channel, kind, size in _sent(program, at, each) if is_looped or not in_loop else ():
             if channel not in found or times < found[channel][0]:
                 found[channel] = times, kind, size
     totals: dict[str, dict[str, int]] = {}

@@ -143,9 +143,8 @@ def abstract_weights(setup: StaticConfig, weights: str = "bfloat16") -> Weights:
     cast = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype)
     inits = (functools.partial(llama.init, setup.target), setup.drafter and setup.drafter.init)
     shapes = Weights(*(init and jax.tree.map(cast, jax.eval_shape(init, key)) for init in inits))
-    if not eight:
-        return shapes
-    return jax.eval_shape(lambda held: quantize.quantize_params(held, weights), shapes)
+    quantized = lambda held: quantize.quantize_params(held, weights)
+    return jax.eval_shape(quantized, shapes) if eight else shapes
 
 
 def abstract_state(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.experimental import topologies
+from jax.experimental.topologies import get_topology_desc
 
 from moa_jax.errors import InputError
 from moa_jax.training.metrics import peak_flops
@@ -64,10 +64,7 @@ CHIPS = {
     "v5e": Chip("TPU v5 lite", "tpu", int(15.75 * GIB), 819e9, 200e9 / 2, 1 / 6, 0.0, 4e-6),
     "v5p": Chip("TPU v5", "tpu", int(95.74 * GIB), 2765e9, 600e9 / 2, 1 / 6, 0.0, 4e-6),
     "v6e": Chip("TPU v6 lite", "tpu", int(31.25 * GIB), 1640e9, 448e9 / 2, 1 / 6, 0.0, 4e-6),
-    "h200": Chip(
-        *("NVIDIA H200", "cuda", int(0.92 * 141e9), 4800e9, 450e9, 67 / 989),
-        *(2.5e-6, 8e-6),
-    ),
+    "h200": Chip("NVIDIA H200", "cuda", int(0.92 * 141e9), 4800e9, 450e9, 67 / 989, 2.5e-6, 8e-6),
 }
 
 
@@ -93,9 +90,7 @@ def machine(topology: str) -> Machine:
     """The machine of a name such as `v5e:4x4`; raises InputError for an unknown name."""
     found = re.fullmatch(r"(v5e|v5p|v6e):([1-9]\d*(?:x[1-9]\d*){1,2})|(h200):([1-9]\d*)", topology)
     if not found:
-        raise InputError(
-            f"unknown topology {topology!r}; name one, as v5p:2x2x4, v5e:4x4 or h200:8"
-        )
+        raise InputError(f"unknown topology {topology!r}; name v5p:2x2x4, v5e:4x4 or h200:8")
     tpu, torus, gpu, count = found.groups()
     if tpu:
         return Machine(topology, CHIPS[tpu], tuple(map(int, torus.split("x"))))
@@ -111,32 +106,23 @@ def has_compiler(compiler: Literal["tpu", "cuda"]) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def check_compiler(wanted: Machine) -> None:
-    """Raises InputError if the machine's compiler is not installed."""
-    if not has_compiler(wanted.chip.compiler):
-        raise InputError(f"{wanted.name}: its compiler is not installed; run make env PLAN=1")
-
-
 def devices(wanted: Machine) -> list[Any]:
     """The machine's devices as compile targets; turns off jax's compilation cache.
 
     The cache could not read back programs for devices that are not attached. Raises InputError
     without the compiler, and for a shape that libtpu does not support.
     """
-    check_compiler(wanted)
+    if not has_compiler(wanted.chip.compiler):
+        raise InputError(f"{wanted.name}: its compiler is not installed; run make env PLAN=1")
     os.environ.update(ENVIRONMENT)
     jax.config.update("jax_enable_compilation_cache", False)
     if wanted.chip.compiler == "cuda":
         shape = "x".join(map(str, (1, *wanted.shape)))  # slices, hosts, GPUs of a host
         target = Path(__file__).with_name("h200.txtpb").read_text("utf-8")
-        return topologies.get_topology_desc(
-            platform="cuda", topology_name="h200", topology=shape, target_config=target
-        ).devices
+        return get_topology_desc("h200", "cuda", topology=shape, target_config=target).devices
     alone = {"chips_per_host_bounds": (1, 1, 1)} if wanted.num_chips == 1 else {}
     try:
-        return topologies.get_topology_desc(
-            platform="tpu", topology_name=wanted.name, **alone
-        ).devices
+        return get_topology_desc(wanted.name, "tpu", **alone).devices
     except jax.errors.JaxRuntimeError as error:
         raise InputError(
             f"topology {wanted.name}: no such slice in libtpu; choose even sides, as in v5e:4x4"

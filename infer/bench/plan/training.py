@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 
 from infer.bench.plan import hlo, lowering, machines
-from infer.bench.plan.lowering import HloModule, Shares, num_bytes
 from infer.bench.plan.machines import Machine
 from moa_jax.config import DistillConfig, TargetConfig
 from moa_jax.model.sharding import make_mesh
@@ -47,29 +46,27 @@ def plan(
     mesh = make_mesh(config.mesh, machines.devices(machine))
     program = make_train_step(config, target_cfg, mesh, machine.chip.memory)
     state = program.abstract_state()
-    frozen = abstract(
-        abstract_frozen(target_cfg, jnp.dtype(config.run.dtype)), program.frozen_sharding
-    )
+    target = abstract_frozen(target_cfg, jnp.dtype(config.run.dtype))
+    frozen = abstract(target, program.frozen_sharding)
     rows = config.data.rows_per_batch
     batch = abstract(flops.abstract_batch(rows, config.data.row_length), program.rows_sharding)
     update = jax.jit(program.update, donate_argnums=0, out_shardings=(program.state_sharding, None))
     options = HURRY[machine.chip.compiler] if hurry else {}
     with jax.set_mesh(mesh), matmul_precision(config.run.dtype):
         step = lowering.compiled(update.trace(state, frozen, batch), options)
-        evaluation = HloModule(hlo="", peak_bytes=0)
+        evaluation = lowering.HloModule(hlo="", peak_bytes=0)
         if config.optim.accumulate > 1 and step.hlo is not None:
             probe = jax.jit(program.probe).trace(state.params, frozen, batch)
             evaluation = lowering.compiled(probe, options)
     held = {
-        "target": num_bytes(frozen),
-        "drafter": num_bytes(state.params),
-        "optimizer": num_bytes(state) - num_bytes(state.params),
-        "batch": num_bytes(batch),
+        "target": lowering.num_bytes(frozen),
+        "drafter": lowering.num_bytes(state.params),
+        "optimizer": lowering.num_bytes(state) - lowering.num_bytes(state.params),
+        "batch": lowering.num_bytes(batch),
     }
     # The optimizer's state is not an argument of the evaluation.
     peak = max(step.peak_bytes, evaluation.peak_bytes + held["optimizer"])
     memory = held | {"temporary": peak - sum(held.values()), "peak": peak}
-    limit = machine.chip.memory
     return {
         "topology": machine.name,
         "chips": machine.num_chips,
@@ -77,9 +74,9 @@ def plan(
         "rows_per_batch": rows,
         "row_length": config.data.row_length,
         "accumulate": config.optim.accumulate,
-        "memory": memory | {"limit": limit},
+        "memory": memory | {"limit": machine.chip.memory},
         "hurried": bool(options),
-        "fits": None not in (step.hlo, evaluation.hlo) and peak <= limit,
+        "fits": None not in (step.hlo, evaluation.hlo) and peak <= machine.chip.memory,
     } | _cost(config, target_cfg, machine, step)
 
 
@@ -90,14 +87,14 @@ def is_close(found: Plan) -> bool:
 
 
 def _cost(
-    config: DistillConfig, target_cfg: TargetConfig, machine: Machine, step: HloModule
+    config: DistillConfig, target_cfg: TargetConfig, machine: Machine, step: lowering.HloModule
 ) -> Plan:
     """FLOPs, bytes, collectives and the modelled time of a step, by bottleneck."""
     chip, chips = machine.chip, machine.num_chips
     tokens = config.data.rows_per_batch * config.data.row_length
     per_token = flops.model_flops_per_token(config, target_cfg)
     peak = chip.flops(config.run.dtype)
-    products = [*lowering.products(step.jaxpr, Shares(chips, chips))]
+    products = [*lowering.products(step.jaxpr, lowering.Shares(chips, chips))]
     found: Plan = dict.fromkeys(("bytes", "step_s", "parts_s", "tokens_per_s", "mfu"))
     collectives = hlo.collectives(step.hlo) if step.hlo else {}
     if step.hlo:
@@ -108,10 +105,9 @@ def _cost(
             "memory": stored / chip.bandwidth,
             "network": machine.links_s(collectives),
         }
-        size = stored + sum(each.times * each.bytes for each in products)
         step_s = sum(parts.values())
         found = {
-            "bytes": size,
+            "bytes": stored + sum(each.times * each.bytes for each in products),
             "step_s": step_s,
             "parts_s": parts,
             "tokens_per_s": tokens / step_s,  # padding counts
