@@ -21,8 +21,6 @@ OF_THE_PROMPT = (400, 413, 422)  # faults of one prompt: other requests still su
 TRIES = 5  # per request
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 60.0  # the waits between tries double
 MOST_SHOWN = 200  # characters of a reply in a message
-
-
 Reply = TypeVar("Reply")
 
 
@@ -83,9 +81,7 @@ class EndpointClient:
                 reason = f"no answer ({first_line(error)})"
                 if "CERTIFICATE_VERIFY_FAILED" in reason:
                     line = f"{self.address}: its certificate is wrong ({first_line(error)}); set "
-                    raise InputError(
-                        f"{line}SSL_CERT_FILE to a file that has its issuer"
-                    ) from error
+                    raise InputError(f"{line}SSL_CERT_FILE to a file with its issuer") from error
             else:
                 status, least_s = response.status_code, _retry_after_s(response)
                 reason = f"status {status}: {' '.join(response.text.split())[:MOST_SHOWN]}"
