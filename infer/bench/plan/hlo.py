@@ -296,7 +296,9 @@ def collectives(text: str, in_loop: bool = False) -> dict[str, dict[str, int]]:
     program = parse(text)
     found: dict[str, tuple[int, str, int]] = {}  # by channel: runs, kind, bytes of a run
     for at, each, times, is_looped in executed(program):
-        for channel, kind, size in _sent(program, at, each) if is_looped or not in_loop else ():
+        if in_loop and not is_looped:
+            continue
+        for channel, kind, size in _sent(program, at, each):
             if channel not in found or times < found[channel][0]:
                 found[channel] = times, kind, size
     totals: dict[str, dict[str, int]] = {}

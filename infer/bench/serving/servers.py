@@ -61,8 +61,9 @@ def serving(variants: Mapping[str, Sequence[str]]) -> Iterator[list[Server]]:
 def parse(text: str) -> Counter[str]:
     """Parses Prometheus text format to values by name, summed over labels."""
     found: Counter[str] = Counter()
-    for name, _, value, *_ in (s for f in text_string_to_metric_families(text) for s in f.samples):
-        found[name] += value
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name] += sample.value
     return found
 
 
