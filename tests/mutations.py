@@ -59,42 +59,42 @@ OF_DECODE = [
         f"{DECODE}/step.py",
         "room_B = limits.total_B - round_state.length_B - 1",
         "room_B = limits.total_B - round_state.length_B",
-        f"{TEST}/test_spec.py -k test_every_stop_position",
+        f"{TEST}/test_spec.py -k test_numbers_of_numpy",
     ),
     Mutation(
         "An answer goes on for one token after a stop token.",
         f"{DECODE}/step.py",
         "jnp.minimum(first_stop_B + 1, room_B)",
         "jnp.minimum(first_stop_B + 2, room_B)",
-        f"{TEST}/test_spec.py -k test_every_stop_position",
+        f"{TEST}/test_spec.py::test_every_stop_position[llama-n0]",
     ),
     Mutation(
         "A finished row of a batch emits more tokens.",
         f"{DECODE}/step.py",
         "count_B = jnp.where(round_state.done_B, 0, count_B)",
         "count_B = jnp.where(False, 0, count_B)",
-        f"{TEST}/test_spec.py::test_rows_end_where_they_would_alone",
+        f"{TEST}/test_spec.py::test_rows_end_where_they_would_alone[llama-n0]",
     ),
     Mutation(
         "Logits that are not finite do not end a row.",
         f"{DECODE}/step.py",
         "return is_id_BN | (tokens_BN == NO_TOKEN)",
         "return is_id_BN",
-        "tests/trouble -k finite",
+        "tests/trouble/test_numbers.py -k test_one_logit",
     ),
     Mutation(
         "The cache keeps the rows of rejected nodes of a tree.",
         f"{DECODE}/step.py",
         "caches = keep_path(found.caches, taken, path_BD, round_state.length_B)",
         "caches = found.caches",
-        f"{TEST}/test_trees.py -k test_draft_rounds_equal_recorded",
+        f"{TEST}/test_trees.py::test_draft_rounds_equal_recorded[moa_llama_trained-d4b3t8]",
     ),
     Mutation(
         "The drafter is extended with the first nodes of the tree instead of the accepted path.",
         f"{DECODE}/step.py",
         "tokens_BD = jnp.take_along_axis(tree.tokens_BN, found.result.path_BD, axis=1)",
         "tokens_BD = tree.tokens_BN[:, : found.result.path_BD.shape[1]]",
-        f"{TEST}/test_trees.py -k test_draft_rounds_equal_recorded",
+        f"{TEST}/test_trees.py::test_draft_rounds_equal_recorded[moa_llama_trained-d4b3t8]",
     ),
     Mutation(
         "The first token of an answer does not count for penalties.",
@@ -108,7 +108,7 @@ OF_DECODE = [
         f"{DECODE}/step.py",
         "sampling.along_paths(token_counts, above_BNN[..., 1:])",
         "sampling.along_paths(token_counts, above_BNN)",
-        f"{TEST}/test_sampling_texts.py -k test_penalties_of_answers_equal",
+        f"{TEST}/test_sampling_texts.py -m 'not slow' -k 'test_penalties_of_answers_equal'",
     ),
     Mutation(
         "The second token of an answer reuses the noise of the first.",
@@ -122,14 +122,14 @@ OF_DECODE = [
         f"{DECODE}/step.py",
         "sampling.gumbel(batch_sampling, sampling.DRAFT, position_B1, size)",
         "sampling.gumbel(batch_sampling, sampling.TARGET, position_B1, size)",
-        f"{TEST}/test_sampling_texts.py::test_texts_have_the_law_of_the_target",
+        f"{TEST}/test_sampling_texts.py::test_texts_have_the_law_of_the_target[chain]",
     ),
     Mutation(
         "Log-probabilities are stored one token late.",
         f"{DECODE}/step.py",
         "logprobs=rows and logprobs.placed(rows, found.logprobs, start_B)",
         "logprobs=rows and logprobs.placed(rows, found.logprobs, start_B + 1)",
-        f"{TEST}/test_prompt_logprobs.py -k 'test_they_are_those_of_one_pass and not moa'",
+        f"{TEST}/test_logprobs.py::test_they_are_those_of_one_pass_over_the_text[None]",
     ),
     Mutation(
         "A drafter that lags counts as synchronized after one drafted round.",
@@ -206,7 +206,7 @@ OF_DECODE = [
         f"{DECODE}/detokenize.py",
         "place, self.stop = min(found)",
         "place, self.stop = max(found)",
-        f"{TEST}/test_detokenize.py",
+        f"{TEST}/test_detokenize.py -k test_a_growing_text_is",
     ),
     Mutation(
         "A stop string that `stop_when` finds is reported as the length limit.",
@@ -244,7 +244,7 @@ OF_THE_ENGINE = [
         f"{ENGINE}/engine.py",
         "if total > self.max_tokens:",
         "if total >= self.max_tokens:",
-        f"{TEST}/test_engine_ends.py",
+        f"{TEST}/test_engine_ends.py -k test_a_request_of_exactly",
     ),
     Mutation(
         "An engine is healthy after any number of failed passes.",
@@ -272,7 +272,7 @@ OF_THE_ENGINE = [
         f"{ENGINE}/engine.py",
         'finish="stop" if stopped else "length"',
         'finish="length"',
-        f"{TEST}/test_engine.py -k test_texts_are_those_of_plain",
+        f"{TEST}/test_engine.py -m 'not slow' -k test_texts_are_those_of_plain",
     ),
     Mutation(
         "The prefix cache keeps the last token of an answer, which no cache holds.",
@@ -286,7 +286,7 @@ OF_THE_ENGINE = [
         f"{ENGINE}/engine.py",
         'self._totals.counts["generated_tokens"] += len(news.token_ids)',
         'self._totals.counts["generated_tokens"] += bool(news.token_ids)',
-        f"{TEST}/test_engine.py",
+        f"{TEST}/test_engine.py -k test_counters_have",
     ),
     Mutation(
         "Acceptance of a drafter that lags counts for the choice of drafts.",
@@ -300,14 +300,14 @@ OF_THE_ENGINE = [
         f"{ENGINE}/engine.py",
         "for committed, _ in that_tell(each.rounds, each.done)]",
         "for committed, _ in each.rounds]",
-        f"{TEST}/test_engine_late.py",
+        f"{TEST}/test_engine.py -k test_counters_have",
     ),
     Mutation(
         "The counter of accepted tokens includes the bonus token.",
         f"{ENGINE}/load.py",
         "for position in range(committed - 1):",
         "for position in range(min(committed, len(self._accepted))):",
-        f"{TEST}/test_engine.py",
+        f"{TEST}/test_engine.py -k test_counters_have",
     ),
     Mutation(
         "A cached prefix is taken to be one token longer than the common part.",
@@ -349,14 +349,14 @@ OF_THE_ENGINE = [
         f"{ENGINE}/seats.py",
         "Kind(*(max(each) for each in zip(*kinds, strict=True)))",
         "Kind(*(min(each) for each in zip(*kinds, strict=True)))",
-        f"{TEST}/test_engine.py -k test_texts_are_those_of_plain",
+        f"{TEST}/test_engine.py -m 'not slow' -k test_texts_are_those_of_plain",
     ),
     Mutation(
         "A new request is decoded with the settings of the slot's last request.",
         f"{ENGINE}/seats.py",
         "self._ended.discard(index)\n        self._given = {}",
         "self._ended.discard(index)",
-        f"{TEST}/test_engine.py -k test_texts_are_those_of_plain",
+        f"{TEST}/test_engine.py -m 'not slow' -k test_texts_are_those_of_plain",
     ),
     Mutation(
         "The slot of a finished request is still decoded.",
@@ -483,7 +483,7 @@ OF_THE_OPENAI_SERVER = [
         f"{OPENAI}/app.py",
         "while self.answering and time.monotonic() < end:",
         "while False:",
-        "tests/serve/test_protocol_errors.py -k test_a_drain",
+        "tests/serve/test_protocol_errors.py -k test_a_drain_lets",
     ),
     Mutation(
         "Status 429 comes without Retry-After.",
@@ -518,7 +518,7 @@ OF_THE_OPENAI_SERVER = [
         f"{OPENAI}/streams.py",
         "self._stream.engine.cancel(self.ticket)  #",
         "pass  #",
-        "tests/serve/test_protocol.py",
+        "tests/serve/test_protocol.py -k test_a_stop_text_ends",
     ),
     Mutation(
         "The usage counts a prompt once per choice.",
@@ -539,7 +539,7 @@ OF_THE_OPENAI_SERVER = [
         f"{OPENAI}/metrics.py",
         '("Drafts accepted", load.accepted_tokens)',
         '("Drafts accepted", load.drafted_tokens)',
-        "tests/serve/test_protocol.py -k test_metrics",
+        "tests/serve/test_protocol.py -k test_metrics_have_the_figures",
     ),
 ]
 
@@ -599,7 +599,7 @@ OF_SPLIT_DECODING = [
         "moa_jax/split/server_target.py",
         "slot_A = np.full(A, self._scratch, np.int32)",
         "slot_A = np.full(A, 0, np.int32)",
-        "tests/split/test_split.py -k 'n1 and test_split_sessions_share_a_pass'",
+        "tests/split/test_split.py::test_split_sessions_share_a_pass_without_touching_each_other[n1]",
     ),
 ]
 

@@ -341,6 +341,18 @@ def test_metrics_have_the_names_of_vllm(server):
     assert 'moa:rounds_total{engine="0",model_name="toy",way="chain 4"} 2.0' in text
 
 
+def test_metrics_have_the_figures_of_the_engine(server):
+    for name, figure in (
+        ("prompt_tokens", 90),
+        ("prefix_cache_queries", 80),
+        ("prefix_cache_hits", 30),
+        ("spec_decode_num_drafts", 5),
+        ("spec_decode_num_draft_tokens", 15),
+        ("spec_decode_num_accepted_tokens", 4),
+    ):
+        assert server.metric(f"vllm:{name}_total") == figure, name
+
+
 def test_tokens_past_a_stop_text_are_not_counted():
     """The engine, which knows no texts, may have decoded more of them."""
     with running() as server:
