@@ -423,7 +423,7 @@ OF_CHOICE = [
         f"{DECODE}/auto.py",
         "came = hits\n",
         "pass\n",
-        f"{TEST}/test_auto.py -k docstring",
+        f"{TEST}/test_auto.py -k test_a_position_is_counted",
     ),
     Mutation(
         "Probes that do not pay never become rare.",
@@ -444,7 +444,7 @@ OF_CHOICE = [
         f"{ENGINE}/pace.py",
         "self.count, self.typical, self.middle, self.last = -1, 0.0, 0.0, 0",
         "self.count, self.typical, self.middle, self.last = 0, 0.0, 0.0, 0",
-        f"{TEST}/test_engine_pace.py",
+        f"{TEST}/test_engine_pace.py -k test_the_first_call_does",
     ),
     Mutation(
         "A short prompt waits until all older prompts are prefilled.",
