@@ -363,7 +363,7 @@ OF_THE_ENGINE = [
         f"{ENGINE}/seats.py",
         "self._ended.add(index)",
         "pass",
-        f"{TEST}/test_engine_late.py -k test_a_row_that_somebody_left",
+        f"{TEST}/test_engine_late.py -k 'test_a_row_that_somebody_left and lambda0'",
     ),
     Mutation(
         "A drafter that lags is taken to be synchronized after one pass.",
@@ -504,7 +504,7 @@ OF_THE_OPENAI_SERVER = [
         f"{OPENAI}/streams.py",
         "self._delta.text += self._text.end()",
         "pass",
-        "tests/serve/test_protocol.py",
+        "tests/serve/test_protocol.py -k test_the_beginning_of_a_stop",
     ),
     Mutation(
         "The last piece of a stream is lost if it comes while the piece before is sent.",

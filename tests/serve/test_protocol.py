@@ -126,6 +126,14 @@ def test_a_stop_text_ends_an_answer_that_never_shows_it(server, stream):
     wait_for(lambda: not server.engine._tasks)
 
 
+def test_the_beginning_of_a_stop_text_that_does_not_come_is_shown(server):
+    body = LONG | {"max_tokens": 12}
+    (whole,) = server.post(COMPLETIONS, body).json()["choices"]
+    stop = whole["text"][-2:] + "never there"
+    (choice,) = server.post(COMPLETIONS, body | {"stop": stop}).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (whole["text"], "length")
+
+
 def test_a_stop_text_may_be_kept(server):
     text, stop = answer_and_stop(server)
     body = LONG | {"stop": stop, "include_stop_str_in_output": True}
