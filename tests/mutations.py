@@ -349,7 +349,7 @@ OF_THE_ENGINE = [
         f"{ENGINE}/seats.py",
         "Kind(*(max(each) for each in zip(*kinds, strict=True)))",
         "Kind(*(min(each) for each in zip(*kinds, strict=True)))",
-        f"{TEST}/test_engine.py -m 'not slow' -k test_texts_are_those_of_plain",
+        f"{TEST}/test_engine_sizes.py -k test_a_call_serves_the_settings",
     ),
     Mutation(
         "A new request is decoded with the settings of the slot's last request.",
@@ -377,7 +377,7 @@ OF_THE_ENGINE = [
         f"{ENGINE}/seats.py",
         "return min(growing) // way.levels if growing else math.inf",
         "return min(growing) if growing else math.inf",
-        f"{TEST}/test_engine_sizes.py -k test_a_call_has_no_more_rounds",
+        f"{TEST}/test_engine_sizes.py -k test_a_call_that_drafts_has_rows",
     ),
     Mutation(
         "The other processes miss a message.",
