@@ -258,6 +258,16 @@ def test_the_example_of_the_docstring():
     assert chooser.next(costs | {DraftShape(4): 1.01 * at_4}, set(costs)).shape == PLAIN
 
 
+def test_a_position_is_counted_where_the_one_before_it_was_accepted():
+    """A longer chain, of which nothing was heard, is promised the shares of the shorter one."""
+    chooser = Chooser([PLAIN, DraftShape(4), DraftShape(5)], DraftShape(4))
+    chooser.heard(DraftShape(4), np.array([3, 1, 3, 1, 1, 2] * 1000), 1)
+    at_5 = 1 + 1 + 1 / 2 + 1 / 3 + 1 / 3 * 2 / 3
+    for factor, shape in ((0.97, DraftShape(5)), (1.03, PLAIN)):
+        costs = {PLAIN: 1.0, DraftShape(5): factor * at_5}
+        assert chooser.fastest(costs, set(costs)) == shape
+
+
 def test_where_no_draft_can_win_none_is_tried():
     found = choices(Chooser(list(LOADED), OWN), LOADED, accepted=7, looks=300)
     assert {choice.shape for choice in found} == {PLAIN}

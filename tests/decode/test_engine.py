@@ -17,6 +17,7 @@ from moa_jax.decode.auto import PLAIN
 from moa_jax.decode.costs import Costs
 from moa_jax.decode.engine import Engine, Request
 from moa_jax.decode.engine.engine import MOST_REHEARSALS
+from moa_jax.decode.engine.load import COUNTED
 from moa_jax.decode.engine.prefixes import LEAST_REUSED, Kept, Prefixes
 from moa_jax.decode.engine.rows import EVERY
 from moa_jax.decode.order import MOST_CHUNKS
@@ -37,7 +38,7 @@ from tests.decode.engines import (
     mixed,
     serving,
 )
-from tests.decode.test_chunks import KINDS, target
+from tests.decode.test_chunks import KINDS, drafter, target
 from tests.meeting import wait_for
 
 
@@ -54,6 +55,35 @@ def test_texts_are_those_of_plain_decoding_alone(name, shape):
     """Twenty requests on four seats."""
     requests = mixed(20, 1)
     assert_as_alone(requests, answers(serving(name, shape), requests))
+
+
+def test_counters_have_the_figures_of_sessions(monkeypatch):
+    """A round that the limit truncates is counted, but does not tell what the target accepts."""
+    engine, accepted = serving("moa-1"), []
+    monkeypatch.setattr(engine._pace, "heard", lambda way, counts, rounds: accepted.extend(counts))
+    session = Session(target(), drafter("moa-1"), CHAIN, chunk=32)
+    requests, before = (
+        [Request((index, 9, 2), 20 + index, NO_STOP) for index in range(4)],
+        engine.load(),
+    )
+    for request in requests:
+        answers(engine, [request])
+    prompts, lengths = zip(
+        *((each.prompt_ids, each.max_new_tokens) for each in requests), strict=True
+    )
+    results, now = session.generate(prompts, list(lengths), NO_STOP), engine.load()
+    rounds = [[length - 1 for length in result.accept_lengths] for result in results]
+    assert max(map(max, rounds)) > 0 and accepted == sum((each[:-1] for each in rounds), [])
+    new = {name: getattr(now, name) - getattr(before, name) for name in COUNTED}
+    assert new["prompt_tokens"] == 3 * len(requests) and new["generated_tokens"] == sum(lengths)
+    assert new["drafts"] == sum(map(len, rounds))
+    assert new["drafted_tokens"] == sum(sum(result.drafted) for result in results)
+    by_position = [
+        sum(count > position for count in sum(rounds, [])) for position in range(CHAIN.levels - 1)
+    ]
+    pairs = zip(now.accepted_by_position, before.accepted_by_position, strict=True)
+    assert [one - other for one, other in pairs] == by_position
+    assert now.accepted_tokens - before.accepted_tokens == sum(by_position)
 
 
 @pytest.mark.slow  # those of prompts are quick, in test_prompt_logprobs.py

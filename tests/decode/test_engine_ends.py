@@ -114,6 +114,12 @@ def test_what_cannot_be_answered_is_refused(request_, message):
     assert engine.load().waiting == 0
 
 
+def test_a_request_of_exactly_max_tokens_is_taken():
+    engine = Engine(target(), max_tokens=200)
+    engine.submit(Request((1,) * 190, 10, ()), Listener())
+    assert engine.load().waiting == 1
+
+
 def test_a_stop_that_is_no_token_stops_nothing():
     given = given_of(GREEDY, 2, 9, (2**40, 3, -5, 64), 64)
     assert set(given.stop_ids_BX[0].tolist()) == {3, -1}

@@ -296,6 +296,13 @@ def test_one_slow_call_does_not_make_a_figure():
     assert measured.typical == 0.1
 
 
+def test_the_first_call_does_not_count():
+    measured = TypicalSeconds()
+    for seconds in (0.1, 1.0, 2.0):
+        measured.add(seconds)
+    assert (measured.typical, measured.count) == (1.0, 2)
+
+
 def test_the_shortest_call_does_not_make_a_figure():
     """It began before the host had heard of the one before it."""
     measured = TypicalSeconds()

@@ -18,7 +18,7 @@ from moa_jax import Session
 from moa_jax.decode.auto import PLAIN
 from moa_jax.decode.background import MAX_TRIES
 from moa_jax.decode.engine import Engine, Request
-from moa_jax.decode.engine.rows import EVERY, WARM, Kind, given_of, kind_of, together
+from moa_jax.decode.engine.rows import EVERY, LIKELY, WARM, Kind, given_of, kind_of, together
 from moa_jax.decode.engine.seats import ROUNDS_OF_A_MOVE
 from moa_jax.decode.engine.shelf import Shelf, Size
 from moa_jax.decode.engine.wanted import wanted_soon
@@ -125,6 +125,20 @@ def test_a_call_has_no_more_rounds_than_its_state_has_rows_for(monkeypatch):
     assert sent == [(small, 8), (small, 8), (small, 5), (large, 8)]
 
 
+def test_a_call_that_drafts_has_rows_for_all_levels_of_its_rounds(monkeypatch):
+    pair = dict(drafter=drafter("moa-1"), shape=CHAIN, ways=(LONG,))
+    sizes = [Size(1, 128), Size(1, 256)]
+    engine = without_programs(monkeypatch, sizes, num_slots=1, max_tokens=200, **pair)
+    seats, sent = engine._seats, []
+    text = engine._text_of(Request((5,), 199, NO_STOP))
+    seats.enter(None, 128, text)
+    while text.ahead < 120:
+        size, *rest = seats.ready()[CHAIN]
+        sent.append((size, seats.send((size, *rest), 8).rounds))
+        assert text.surely + text.ahead + 1 <= size.rows - engine._draft_rows
+    assert {size for size, _ in sent} == set(sizes) and min(rounds for _, rounds in sent) < 8
+
+
 def test_several_stay_in_a_small_state_until_they_are_drafted_for(monkeypatch):
     """Drafts take rows, and in a larger state each round takes longer; one text may soon draft."""
     sizes = [Size(slots, rows) for slots in (1, 2) for rows in (128, 256)]
@@ -163,6 +177,17 @@ def test_a_call_for_several_ends_when_one_of_them_may(way, expected, monkeypatch
     assert rounds == expected
     seats.leave(seats.texts[0])
     assert seats.rounds_to_an_end(way) == math.inf
+
+
+def test_a_call_serves_the_settings_of_all_its_requests(monkeypatch):
+    """Those of each alone serve no other: one is greedy, one warm, one has log-probabilities."""
+    engine = without_programs(monkeypatch, [Size(4, 256)], num_slots=4, max_tokens=200)
+    kinds = []
+    for law, top in ((LAWS[0], None), (LAWS[1], None), (LAWS[0], 2), (LAWS[2], None)):
+        text = engine._text_of(Request((5,), 20, NO_STOP, law, top_logprobs=top))
+        engine._seats.enter(None, 256, text)
+        kinds.append(engine._seats.kind)
+    assert kinds == [kind_of(GREEDY), Kind(WARM), Kind(WARM, likely=True), LIKELY]
 
 
 @pytest.mark.parametrize("is_trying", [False, True])

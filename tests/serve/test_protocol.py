@@ -126,6 +126,14 @@ def test_a_stop_text_ends_an_answer_that_never_shows_it(server, stream):
     wait_for(lambda: not server.engine._tasks)
 
 
+def test_the_beginning_of_a_stop_text_that_does_not_come_is_shown(server):
+    body = LONG | {"max_tokens": 12}
+    (whole,) = server.post(COMPLETIONS, body).json()["choices"]
+    stop = whole["text"][-2:] + "never there"
+    (choice,) = server.post(COMPLETIONS, body | {"stop": stop}).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (whole["text"], "length")
+
+
 def test_a_stop_text_may_be_kept(server):
     text, stop = answer_and_stop(server)
     body = LONG | {"stop": stop, "include_stop_str_in_output": True}
@@ -339,6 +347,18 @@ def test_metrics_have_the_names_of_vllm(server):
         assert f'\n{name}{{engine="0"' in text, name
     assert 'position="1",} 1.0' in text.replace('position="1"}', 'position="1",}')
     assert 'moa:rounds_total{engine="0",model_name="toy",way="chain 4"} 2.0' in text
+
+
+def test_metrics_have_the_figures_of_the_engine(server):
+    for name, figure in (
+        ("prompt_tokens", 90),
+        ("prefix_cache_queries", 80),
+        ("prefix_cache_hits", 30),
+        ("spec_decode_num_drafts", 5),
+        ("spec_decode_num_draft_tokens", 15),
+        ("spec_decode_num_accepted_tokens", 4),
+    ):
+        assert server.metric(f"vllm:{name}_total") == figure, name
 
 
 def test_tokens_past_a_stop_text_are_not_counted():

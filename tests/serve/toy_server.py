@@ -112,6 +112,12 @@ class ToyEngine:
             "running": running,
             "waiting": len(self._tasks) - running,
             "slots": self.slots,
+            "prompt_tokens": 90,
+            "prefix_lookup_tokens": 80,
+            "prefix_tokens": 30,
+            "drafts": 5,
+            "drafted_tokens": 15,
+            "accepted_tokens": 4,
             "accepted_by_position": (3, 1),
             "rounds_by_way": {DraftShape(1): 7, DraftShape(4): 2},
         }

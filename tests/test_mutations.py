@@ -1,0 +1,20 @@
+"""The breaks of `tests.mutations` apply to the files as they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutations import MUTATIONS, ROOT, Mutation
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.what)
+def test_a_break_changes_one_place(mutation: Mutation):
+    source = (ROOT / mutation.path).read_text("utf-8")
+    assert source.count(mutation.old) == 1 and mutation.new != mutation.old
+    compile(source.replace(mutation.old, mutation.new), mutation.path, "exec")
+    files = [word for word in mutation.tests.split() if word.startswith("tests/")]
+    assert files and all((ROOT / word.partition("::")[0]).exists() for word in files)
+
+
+def test_breaks_are_told_apart_by_their_sentences():
+    assert len({mutation.what for mutation in MUTATIONS}) == len(MUTATIONS) >= 60
