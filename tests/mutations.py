@@ -382,9 +382,8 @@ OF_THE_ENGINE = [
     Mutation(
         "The other processes miss a message.",
         f"{ENGINE}/group.py",
-        "self._group.tell(RunCall(number, name, structure.unflatten(told), dead))",
-        'name[0] == "take" or self._group.tell('
-        "RunCall(number, name, structure.unflatten(told), dead))",
+        "self._group.tell(RunCall(number, name, told, dead))",
+        'name[0] == "take" or self._group.tell(RunCall(number, name, told, dead))',
         f"{TEST}/test_group.py -k 'test_another_process and not moa'",
     ),
     Mutation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pickle
 import queue
 import socket
 import threading
@@ -11,11 +12,22 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Client
 
+import msgspec
 import pytest
 
 from moa_jax.decode.engine import Engine
 from moa_jax.decode.engine import group as group_module
-from moa_jax.decode.engine.group import Group, LeaderDied, Make, RunCall, follow, gather, join
+from moa_jax.decode.engine.group import (
+    End,
+    Group,
+    LeaderDied,
+    Make,
+    RunCall,
+    follow,
+    gather,
+    join,
+    read_message,
+)
 from moa_jax.decode.engine.shelf import Shelf
 from moa_jax.runtime import multihost as processes
 from tests.decode.engines import CHAIN, answers, assert_as_alone, mixed
@@ -31,9 +43,10 @@ class NotingConnection:
     def __init__(self, connection) -> None:
         self._connection, self.messages = connection, []
 
-    def recv(self):
-        self.messages.append(self._connection.recv())
-        return self.messages[-1]
+    def recv_bytes(self):
+        data = self._connection.recv_bytes()
+        self.messages.append(read_message(data))
+        return data
 
 
 @pytest.mark.parametrize("name", [None, pytest.param("moa-1", marks=pytest.mark.slow)])
@@ -94,13 +107,22 @@ def test_another_process_runs_what_the_first_one_runs(name, monkeypatch):
     assert ends == []
 
 
+def test_messages_hold_no_code():
+    """A pickle would run what it names; a follower refuses it, and programs that are not there."""
+    encode = msgspec.msgpack.encode
+    names = [["call", 3], ["x"], [], [["call"]]]
+    for data in (pickle.dumps(print), b"", *(encode(["Make", name]) for name in names)):
+        with pytest.raises(msgspec.DecodeError):
+            read_message(data)
+
+
 def test_both_sides_notice_that_the_other_has_died():
     ours, theirs = Pipe()
     ended = queue.SimpleQueue()
     group = Group({1: ours}, lambda *told: ended.put(told))
     theirs.close()
     assert ended.get(timeout=10) == ("process 1 has died", 1)
-    group.tell(None)  # nobody hears it
+    group.tell(End())  # nobody hears it
     ours, theirs = Pipe()
     ours.close()
     with pytest.raises(LeaderDied, match="process 0 has died"):
@@ -115,7 +137,8 @@ def test_a_run_that_fails_ends_the_group(monkeypatch):
     with pytest.raises(KeyError):
         engine.shelf.run(("call", "that is not there"))
     assert ends == [("KeyError: ('call', 'that is not there')", None)]
-    assert isinstance(theirs.recv(), RunCall)
+    with pytest.raises(msgspec.ValidationError):  # no program has that name
+        read_message(theirs.recv_bytes())
 
 
 def test_strangers_keep_no_process_waiting(monkeypatch, caplog):
@@ -137,8 +160,8 @@ def test_strangers_keep_no_process_waiting(monkeypatch, caplog):
         monkeypatch.setattr(processes, "kv_get", lambda point: (port, key))
         first = join()
         group = found.result(30)
-        group.tell(None)
-        assert first.recv() is None
+        group.tell(End())
+        assert read_message(first.recv_bytes()) == End()
         group.close()
         first.close()
         group.wait(30)

@@ -11,14 +11,15 @@ lies on devices has a number instead: every process holds its own parts of the s
 the same number, until process 0 has no use for them any more. So no process but the first reads
 what comes back, and nothing that a clock decides is decided twice.
 
-They talk over sockets of the standard library, whose other end closes when a process dies. The
-key to them comes from process 0 by `kv_set`, which is as trusted as the network.
+Messages are msgpack, which holds no code: a program's name, and the leaves of its arguments, whose
+structure each process knows. They go over sockets of the standard library, whose other end closes
+when a process dies. The key to them comes from process 0 by `kv_set`, which is as trusted as the
+network.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import os
@@ -30,41 +31,94 @@ import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
+import msgspec
 import numpy as np
+from jax.tree_util import PyTreeDef
 
-from moa_jax.decode.engine.shelf import Name, Shelf
+from moa_jax.config import DraftShape
+from moa_jax.decode.engine.rows import Kind
+from moa_jax.decode.engine.shelf import Name, Shelf, Size
 from moa_jax.errors import first_line
 from moa_jax.runtime import multihost as processes
 from moa_jax.runtime.rendezvous import GREETING_TIMEOUT_S as SECONDS_TO_GREET
 from moa_jax.runtime.rendezvous import accept_all as greeted
 from moa_jax.runtime.rendezvous import listen as listener_at
 
+# The types of a program's name after its first word.
+NAMES: dict[str, tuple[Any, ...]] = {
+    "empty": (Size,),
+    "insert": (Size,),
+    "take": (Size,),
+    "catch_up": (Size,),
+    "resized": (int, int),
+    "restart": (int,),
+    "read": (int, int),
+    "score": (int,),
+    "first": (int, Kind),
+    "call": (Size, DraftShape, Kind),
+}
 
-@dataclasses.dataclass(frozen=True)
-class Held:
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A msgpack array that begins with the name of its class."""
+
+
+class Held(Message):
     """An array that lies on devices: the result of a run, by its place among the results."""
 
     run: int
     place: int
 
 
-class Make(NamedTuple):
+class HostArray(Message):
+    """An array of the host, in rows."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Make(Message):
     """A program will be run soon."""
 
     name: Name
 
 
-class RunCall(NamedTuple):
+class RunCall(Message):
     """A program is run now, on arrays of the host and on some that are held."""
 
     number: int
     name: Name
-    arrays: Any
+    leaves: list[Held | HostArray]
     dead: list[Held]  # that nobody asks for any more
+
+
+class End(Message):
+    """There is nothing more to do."""
+
+
+READER = msgspec.msgpack.Decoder(Make | RunCall | End)
+
+
+def read_message(data: bytes) -> Make | RunCall | End:
+    """The message in a few bytes; raises msgspec's ValidationError for anything else."""
+    found = READER.decode(data)
+    if isinstance(found, End):
+        return found
+    (what,) = msgspec.convert(found.name[:1], tuple[Literal[tuple(NAMES)]])
+    typed = msgspec.convert(found.name[1:], tuple[NAMES[what]])
+    return msgspec.structs.replace(found, name=(what, *typed))
+
+
+def _sent(array: np.ndarray) -> HostArray:
+    return HostArray(str(array.dtype), array.shape, array.tobytes())
+
+
+def _received(array: HostArray) -> np.ndarray:
+    return np.frombuffer(array.data, array.dtype).reshape(array.shape)
 
 
 class LeaderDied(ConnectionError):
@@ -74,7 +128,7 @@ class LeaderDied(ConnectionError):
 # ---- process 0 ----------------------------------------------------------------------------
 
 
-class End(Protocol):
+class EndGroup(Protocol):
     """What is called, from any thread, where the group has to end."""
 
     def __call__(self, line: str, lost: int | None = None) -> None:
@@ -84,7 +138,7 @@ class End(Protocol):
 class Group:
     """The other processes, as process 0 knows them."""
 
-    def __init__(self, others: dict[int, Connection], end: End) -> None:
+    def __init__(self, others: dict[int, Connection], end: EndGroup) -> None:
         self._others, self._end = others, end
         self._lock, self._closing = threading.Lock(), False
         watching = [functools.partial(self._watch, *each) for each in others.items()]
@@ -92,9 +146,9 @@ class Group:
         for thread in self._threads:
             thread.start()
 
-    def tell(self, message: Make | RunCall | None) -> None:
+    def tell(self, message: Make | RunCall | End) -> None:
         """Tells all of them; whoever is gone is noticed elsewhere."""
-        data = ForkingPickler.dumps(message)
+        data = msgspec.msgpack.encode(message)
         with self._lock:
             for other in self._others.values():
                 with contextlib.suppress(OSError):
@@ -108,7 +162,7 @@ class Group:
     def close(self) -> None:
         """Tells all of them that there is nothing more to do."""
         self._closing = True
-        self.tell(None)
+        self.tell(End())
 
     def wait(self, seconds: float) -> None:
         """Returns when the others have ended, or after so long."""
@@ -140,12 +194,13 @@ class LeadingShelf(Shelf):
 
     def run(self, name: Name, *arrays: Any) -> Any:
         number, (leaves, structure) = next(self._runs), jax.tree.flatten(arrays)
-        of_host = [None if id(leaf) in self._held else np.asarray(leaf) for leaf in leaves]
-        pairs = list(zip(leaves, of_host, strict=True))
-        told = [self._held[id(leaf)][1] if array is None else array for leaf, array in pairs]
-        own = [leaf if array is None else array for leaf, array in pairs]
+        own = [leaf if id(leaf) in self._held else np.asarray(leaf) for leaf in leaves]
+        told = [
+            self._held[id(leaf)][1] if id(leaf) in self._held else _sent(array)
+            for leaf, array in zip(leaves, own, strict=True)
+        ]
         dead = [self._dead.popleft() for _ in range(len(self._dead))]
-        self._group.tell(RunCall(number, name, structure.unflatten(told), dead))
+        self._group.tell(RunCall(number, name, told, dead))
         try:
             found = super().run(name, *structure.unflatten(own))
         except Exception as error:  # the others wait for this process now
@@ -169,16 +224,17 @@ def follow(shelf: Shelf, first: Connection) -> None:
     Raises LeaderDied where process 0 has died, and what a program raises.
     """
     held: dict[Held, jax.Array] = {}
-    made: dict[Name, Future[None]] = {}
+    made: dict[Name, Future[PyTreeDef]] = {}
     maker = ThreadPoolExecutor(1, "maker")
     try:
-        while (message := _heard(first)) is not None:
+        while not isinstance(message := _heard(first), End):
             if isinstance(message, Make):
                 made.setdefault(message.name, maker.submit(_make, shelf, message.name))
                 continue
-            made[message.name].result()
-            array_of = lambda leaf: held[leaf] if isinstance(leaf, Held) else leaf
-            found = shelf.run(message.name, *jax.tree.map(array_of, message.arrays))
+            arguments = made[message.name].result()
+            array_of = lambda leaf: held[leaf] if isinstance(leaf, Held) else _received(leaf)
+            arrays = arguments.unflatten(map(array_of, message.leaves))
+            found = shelf.run(message.name, *arrays)
             for each in message.dead:
                 del held[each]
             for place, leaf in enumerate(jax.tree.leaves(found)):
@@ -187,17 +243,21 @@ def follow(shelf: Shelf, first: Connection) -> None:
         maker.shutdown(wait=False, cancel_futures=True)
 
 
-def _make(shelf: Shelf, name: Name) -> None:
-    """Makes a program; once more where that fails, as jax does now and then beside a trace."""
+def _make(shelf: Shelf, name: Name) -> PyTreeDef:
+    """Makes a program, whose arguments have this structure.
+
+    It is made once more where that fails, as jax does now and then beside a trace.
+    """
     try:
         shelf.make(name)
     except Exception:
         shelf.make(name)
+    return shelf.arguments_of(name)
 
 
-def _heard(first: Connection) -> Make | RunCall | None:
+def _heard(first: Connection) -> Make | RunCall | End:
     try:
-        return first.recv()
+        return read_message(first.recv_bytes())
     except (EOFError, OSError) as error:
         raise LeaderDied("process 0 has died") from error
 
@@ -207,7 +267,7 @@ def _heard(first: Connection) -> Make | RunCall | None:
 POINT = "engine"  # where process 0 leaves word
 
 
-def gather(end: End) -> Group:
+def gather(end: EndGroup) -> Group:
     """On process 0: waits for the others; `end` is that of `Group`."""
     key, others = secrets.token_bytes(32), {}
     with listener_at("::", 0, backlog=processes.count()) as listener:
@@ -226,7 +286,7 @@ def _greet(key: bytes, caller: socket.socket) -> tuple[int, Connection]:
         other = Connection(os.dup(caller.fileno()))
         deliver_challenge(other, key)
         answer_challenge(other, key)
-        index = other.recv()
+        index = int(other.recv_bytes())
         _limit(caller, 0)  # from now on it waits for as long as it takes
     return index, other
 
@@ -244,5 +304,5 @@ def join() -> Connection:
     first = Connection(socket.create_connection((processes.host_of_first(), port)).detach())
     answer_challenge(first, bytes.fromhex(key))
     deliver_challenge(first, bytes.fromhex(key))
-    first.send(processes.index())
+    first.send_bytes(b"%d" % processes.index())
     return first

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from moa_jax.config import DraftShape
 from moa_jax.decode import logprobs, step
@@ -265,6 +266,10 @@ class Shelf:
         self._ready[name] = self._programs[recipe.way or self.own, recipe.likely].prepare(
             recipe.function, *recipe.like, donate=recipe.donate, **recipe.static
         )
+
+    def arguments_of(self, name: Name) -> PyTreeDef:
+        """The structure of the arrays that `run` takes for a program, which may not exist yet."""
+        return jax.tree.structure(self._recipe(name).like)
 
     def _recipe(self, name: Name) -> Recipe:
         """How the program of a name is made."""
