@@ -289,6 +289,23 @@ def test_those_whom_a_stuck_engine_has_not_met_hear_an_error(monkeypatch):
     assert [len(each.all) for each in found] == [1, 1]
 
 
+def test_an_engine_that_is_abandoned_while_a_call_is_heard_has_no_failed_pass(started, monkeypatch):
+    engine = Engine(target(), num_slots=1, max_tokens=64)
+    hear = engine._seats.hear
+
+    def abandoned(flight):
+        engine.abandon("process 1 has died")  # by another thread, as it happens
+        return hear(flight)
+
+    monkeypatch.setattr(engine._seats, "hear", abandoned)
+    engine.submit(Request((5,), 9, NO_STOP), found := Listener())
+    started(engine)
+    assert found.wait().finish == "error"
+    found.assert_one_end()
+    engine.close()
+    assert engine.load().failures == 0
+
+
 def test_a_first_token_that_cannot_be_read_harms_nobody_where_no_more_follow(monkeypatch):
     engine, get = serving(None), jax.device_get
     broken_is_next = threading.Event()

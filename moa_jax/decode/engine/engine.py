@@ -485,8 +485,10 @@ class Engine:
             self._totals.count(each.rounds)
             if each.text.id not in flight.late:
                 accepted += [committed - 1 for committed, _ in that_tell(each.rounds, each.done)]
-            task, news = self._tasks[each.text.id], News(each.tokens, each.logprobs)
-            if NO_TOKEN in each.tokens:
+            task, news = self._tasks.get(each.text.id), News(each.tokens, each.logprobs)
+            if task is None:  # `abandon` has ended it meanwhile
+                self._seats.leave(each.text)
+            elif NO_TOKEN in each.tokens:
                 self._lose_of_nan(task, len(each.text.tokens) - 1)
             elif each.done:
                 self._finish(task, news)
