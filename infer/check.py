@@ -48,8 +48,8 @@ from moa_jax.decode.exactness import Difference, compare
 from moa_jax.decode.session import DEFAULT_DEPTH
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
-from moa_jax.files.model_folder import GGUF_LINK
 from moa_jax.files.paths import check_file
+from moa_jax.files.tensor_reader import GGUF_LINK
 from moa_jax.pairs import LOOKUP
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.version import __version__

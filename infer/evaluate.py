@@ -47,8 +47,8 @@ from moa_jax.data import chat
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
-from moa_jax.files.model_folder import write_whole
 from moa_jax.files.paths import check_folder
+from moa_jax.files.whole_files import write_whole
 from moa_jax.version import __version__
 
 LONGEST, LONGEST_OF_SHORT = 512, 128  # tokens per turn: the paper's, and for short answers

@@ -15,7 +15,8 @@ from infer.cli.flags.pair import DEMO, MODEL, add_pair_flag
 from infer.cli.program import Parser, run
 from moa_jax.data.sources import locate
 from moa_jax.errors import InputError
-from moa_jax.files.model_folder import find_folder, read_json
+from moa_jax.files.model_folder import find_folder
+from moa_jax.files.whole_files import read_json
 from moa_jax.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")

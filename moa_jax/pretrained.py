@@ -20,7 +20,15 @@ from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.drafters import DRAFTERS, needs_no_files
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError, first_line
-from moa_jax.files import client_files, copies, model_folder, token_ids, turn_ends
+from moa_jax.files import (
+    client_files,
+    copies,
+    model_folder,
+    tensor_reader,
+    token_ids,
+    turn_ends,
+    whole_files,
+)
 from moa_jax.files.config_keys import contradiction
 from moa_jax.files.device_loader import Layout, ShardingOf, read_params, write_params
 from moa_jax.files.foreign import foreign_layout
@@ -241,8 +249,8 @@ def save_target(
     stored = target_config_to_hf(config) | {"torch_dtype": np.dtype(dtype).name}
     stale = [client_files.FILE, *(model_folder.TOKENIZER_FILES if source else ())]
     with replacing(folder, stale=stale) as fresh:
-        model_folder.write_json(fresh / "config.json", stored | _generation_to_hf(generation))
-        model_folder.write_json(fresh / "generation_config.json", _generation_to_hf(generation))
+        whole_files.write_json(fresh / "config.json", stored | _generation_to_hf(generation))
+        whole_files.write_json(fresh / "generation_config.json", _generation_to_hf(generation))
         write_params(fresh, convert.target_table(config), params, dtype)
         if source:
             model_folder.copy_tokenizer(source, fresh)
@@ -276,7 +284,7 @@ def load_drafter(
     if needs_no_files(name) and not Path(name).is_dir():
         return LoadedDrafter(name, DRAFTERS[name].without_files, {}, (), Path(name), None)
     folder = model_folder.find_folder(path_or_hub_id)
-    config = model_folder.read_json(folder / "config.json")
+    config = whole_files.read_json(folder / "config.json")
     reader = _open(folder)
     shapes = reader.shapes | {
         name: line.shape for name, line in client_files.left_out(folder).items()
@@ -351,7 +359,7 @@ def save_drafter(
         config |= {"method": method, "target": _fingerprint(target)}
     stale = [client_files.FILE, *(beside or {})]
     with replacing(folder, stale=stale) as fresh:
-        model_folder.write_json(fresh / "config.json", config)
+        whole_files.write_json(fresh / "config.json", config)
         constants = kind.constants(cfg, target.config)
         write_params(fresh, kind.table(cfg, target.config), params, dtype, constants)
         for name, content in (beside or {}).items():
@@ -370,7 +378,7 @@ def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: Loa
     """
     folder, kind = Path(folder), DRAFTERS[drafter.method]
     table = convert.target_table(target.config)
-    if (target.folder / model_folder.GGUF_INDEX).is_file():
+    if (target.folder / tensor_reader.GGUF_INDEX).is_file():
         raise InputError(
             f"{target.folder.name}: a client's part is made of safetensors; write the GGUF file as "
             "a folder with infer.convert --target FILE.gguf --output DIR first"
@@ -391,7 +399,7 @@ def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: Loa
 
 
 def _check(
-    reader: model_folder.TensorReader,
+    reader: tensor_reader.TensorReader,
     folder: Path,
     table: convert.Table,
     used: convert.Table,
@@ -409,7 +417,7 @@ def _check(
     reader.check({name: shape for name, shape in expected.items() if name not in rest}, extras)
 
 
-def _open(folder: Path) -> model_folder.TensorReader:
+def _open(folder: Path) -> tensor_reader.TensorReader:
     """Opens the tensors of a model.
 
     Raises InputError for files that contradict each other, and for known unsupported layouts.
@@ -421,7 +429,7 @@ def _open(folder: Path) -> model_folder.TensorReader:
     return reader
 
 
-def _open_target(target: Target, used: convert.Table) -> model_folder.TensorReader:
+def _open_target(target: Target, used: convert.Table) -> tensor_reader.TensorReader:
     """Opens and checks the tensors of a target's folder; the tensors of `used` must be present.
 
     Raises InputError for missing and unexpected tensors, and for second copies that differ.
@@ -432,7 +440,7 @@ def _open_target(target: Target, used: convert.Table) -> model_folder.TensorRead
     _check(reader, target.folder, convert.target_table(cfg), used, extras)
     with _reading(target.folder / "config.json"):
         copies.check_rotary(reader.shapes, reader.read, cfg.block)
-    stated = model_folder.read_json(target.folder / "config.json").get("tie_word_embeddings")
+    stated = whole_files.read_json(target.folder / "config.json").get("tie_word_embeddings")
     if stated and not cfg.tie_word_embeddings:
         logging.getLogger(__name__).warning(
             "%s: %s differs from %s, and both are used although config.json has "
@@ -442,7 +450,7 @@ def _open_target(target: Target, used: convert.Table) -> model_folder.TensorRead
     return reader
 
 
-def _check_copies(kind: DrafterKind, reader: model_folder.TensorReader, target: Target) -> None:
+def _check_copies(kind: DrafterKind, reader: tensor_reader.TensorReader, target: Target) -> None:
     """Raises InputError if a drafter's copy of a target's tensor differs from the target's."""
     if not any(name in reader.shapes for name in kind.copies):
         return
@@ -464,7 +472,7 @@ def _describe(folder: Path) -> Target:
             "jax.config.update('jax_enable_x64', False)"
         )
     path = folder / "config.json"
-    config = model_folder.read_json(path)
+    config = whole_files.read_json(path)
     with _reading(path):
         cfg = target_config_from_hf(config, str(path))
     if cfg.tie_word_embeddings and model_folder.has_tensors(folder):
@@ -497,7 +505,7 @@ def _special_ids(
     """
     own, named = folder / "generation_config.json", turn_ends.read_ends(folder)
     sources = {
-        own: model_folder.read_json(own) if own.is_file() else {},
+        own: whole_files.read_json(own) if own.is_file() else {},
         folder / "config.json": config,
     }
     ends = {path: _ids_of(path, source, "eos_token_id") for path, source in sources.items()}

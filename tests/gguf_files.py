@@ -10,7 +10,9 @@ import gguf
 import numpy as np
 
 from moa_jax.files.hf_config import target_config_from_hf
-from moa_jax.files.model_folder import TensorReader, open_tensors, read_json
+from moa_jax.files.model_folder import open_tensors
+from moa_jax.files.tensor_reader import TensorReader
+from moa_jax.files.whole_files import read_json
 from moa_jax.model.layers import inverse_frequencies
 
 Q = gguf.GGMLQuantizationType

@@ -40,8 +40,9 @@ from moa_jax.decode.draft_vocabulary import FILE as VOCABULARY
 from moa_jax.decode.session import Session
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
-from moa_jax.files.model_folder import file_hash, json_hash, read_json, write_json, write_whole
+from moa_jax.files.model_folder import file_hash, json_hash
 from moa_jax.files.paths import size_and_time
+from moa_jax.files.whole_files import read_json, write_json, write_whole
 from moa_jax.pretrained import Target, describe_target
 from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.metrics import read_records

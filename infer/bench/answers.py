@@ -27,7 +27,8 @@ from infer.bench.suites import Question
 from moa_jax.decode.session import Result
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
-from moa_jax.files.model_folder import json_hash, write_whole
+from moa_jax.files.model_folder import json_hash
+from moa_jax.files.whole_files import write_whole
 
 SETTINGS = "settings.json"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moa_jax.errors import InputError
-from moa_jax.files.model_folder import write_whole
 from moa_jax.files.paths import check_file
+from moa_jax.files.whole_files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

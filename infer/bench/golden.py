@@ -24,9 +24,10 @@ import numpy as np
 from infer.bench.fidelity import TopLogits
 from moa_jax.data import chat, sources
 from moa_jax.errors import InputError
-from moa_jax.files.model_folder import json_hash, write_whole
+from moa_jax.files.model_folder import json_hash
 from moa_jax.files.registry import target_sizes
 from moa_jax.files.token_ids import read_token_ids
+from moa_jax.files.whole_files import write_whole
 from moa_jax.pretrained import Target
 
 FORMAT, VERSION = "moa-jax golden", 1

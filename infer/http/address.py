@@ -14,8 +14,8 @@ from typing import Any
 
 from infer.cli.program import above_zero, positive
 from moa_jax.errors import InputError, first_line
-from moa_jax.files.model_folder import write_whole
 from moa_jax.files.paths import check_file
+from moa_jax.files.whole_files import write_whole
 
 PING_SECONDS = 20.0  # between pings; also the timeout of a pong
 DRAIN_SECONDS = 30.0

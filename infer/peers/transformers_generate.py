@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import transformers
 
-LINK = "model.gguf"  # in the folder of a GGUF file: `moa_jax.files.model_folder.GGUF_LINK`
+LINK = "model.gguf"  # in the folder of a GGUF file: `moa_jax.files.tensor_reader.GGUF_LINK`
 WAYS = {
     "transformers generate": {},
     "transformers generate, prompt lookup": {"prompt_lookup_num_tokens": 10},

@@ -24,7 +24,8 @@ import jax
 
 from moa_jax.config import DrafterConfig, DraftShape, TargetConfig
 from moa_jax.errors import InputError
-from moa_jax.files.model_folder import json_hash, read_json, write_json
+from moa_jax.files.model_folder import json_hash
+from moa_jax.files.whole_files import read_json, write_json
 
 
 class Place(NamedTuple):

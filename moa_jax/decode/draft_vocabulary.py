@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from moa_jax.errors import InputError, first_line
-from moa_jax.files import model_folder, token_ids
+from moa_jax.files import token_ids, whole_files
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
 FILE = "draft_vocabulary.safetensors"  # in a drafter's folder
@@ -104,7 +104,7 @@ def save_vocabulary(path: str | os.PathLike[str], vocabulary: DraftVocabulary) -
     """
     path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
-    model_folder.write_whole(path, content_of(vocabulary))
+    whole_files.write_whole(path, content_of(vocabulary))
     return path
 
 

@@ -1,6 +1,7 @@
 """Model folders.
 
-model_folder.py   finds, reads, writes folders  hf_config.py       config.json of a target
+model_folder.py   finds, reads, writes folders  tensor_reader.py   tensors by name, one at a time
+whole_files.py    files written whole, or not   hf_config.py       config.json of a target
 device_loader.py  tensors <-> devices           registry.py        entry of a drafter kind
 packed.py         tensors -> packed arrays      layer_files.py     one-layer drafters' configs
 client_files.py   what a split client holds     paths.py           paths, also in object stores

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from moa_jax.errors import InputError
-from moa_jax.files import model_folder
+from moa_jax.files import model_folder, whole_files
 from moa_jax.model.convert import Shape
 
 FILE = "parts.json"
@@ -83,7 +83,7 @@ def left_out(folder: Path) -> dict[str, Line]:
     try:
         return {
             str(name): Line(str(dtype), tuple(map(int, shape)), str(sha256))
-            for name, line in model_folder.read_json(path)["left_out"].items()
+            for name, line in whole_files.read_json(path)["left_out"].items()
             for dtype, shape, sha256 in [(line["dtype"], line["shape"], line["sha256"])]
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -104,7 +104,7 @@ def copy(source: Path, folder: Path, names: Collection[str]) -> None:
     model_folder.copy_tokenizer(source, folder)
     model_folder.copy_tensors(model_folder.open_tensors(source), names, folder)
     rest = {name: line._asdict() for name, line in lines_of(source).items() if name not in names}
-    model_folder.write_json(folder / FILE, {"left_out": rest})
+    whole_files.write_json(folder / FILE, {"left_out": rest})
 
 
 def _samples(file: BinaryIO, start: int, end: int) -> str:

@@ -15,9 +15,9 @@ import numpy as np
 
 from moa_jax.config import BlockConfig, TargetConfig
 from moa_jax.errors import InputError
-from moa_jax.files import model_folder
+from moa_jax.files import model_folder, tensor_reader
 from moa_jax.files.casts import to_dtype
-from moa_jax.files.model_folder import TensorReader
+from moa_jax.files.tensor_reader import TensorReader
 from moa_jax.model.convert import Shape
 from moa_jax.model.layers import inverse_frequencies
 
@@ -74,7 +74,7 @@ def differing(
             original = EMBEDDING  # the target is tied
         if name not in reader.shapes or original not in of_target.shapes:
             continue
-        quantized = of_target.stored(original).dtype not in model_folder.FLOATS
+        quantized = of_target.stored(original).dtype not in tensor_reader.FLOATS
         if not same(reader.read(name), of_target.read(original), quantized):
             yield name, original
 

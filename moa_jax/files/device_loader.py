@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moa_jax.errors import InputError
-from moa_jax.files import model_folder, packed
+from moa_jax.files import model_folder, packed, tensor_reader
 from moa_jax.model import convert, quantize
 from moa_jax.model.kernels.cpu import Panels
 from moa_jax.model.quantize import Format, Matrix, Quantized
@@ -25,7 +25,7 @@ Layout = Literal["list", "stacked"]
 
 
 def read_params(
-    reader: model_folder.TensorReader,
+    reader: tensor_reader.TensorReader,
     table: convert.Table,
     dtype: Any,
     *,
@@ -133,7 +133,7 @@ def _whole(leaf: Any) -> np.ndarray:
 TURNED_ON_HOST: int | None = None
 
 
-def _is_turned_on_host(reader: model_folder.TensorReader, packing: convert.Packing) -> bool:
+def _is_turned_on_host(reader: tensor_reader.TensorReader, packing: convert.Packing) -> bool:
     most = TURNED_ON_HOST
     if most is None and jax.default_backend() != "cpu":
         most = 16 * 1024**2

@@ -34,7 +34,7 @@ import numpy as np
 
 from moa_jax.config import RopeScaling
 from moa_jax.errors import InputError, first_line
-from moa_jax.files import model_folder
+from moa_jax.files import tensor_reader, whole_files
 from moa_jax.files.gguf_tokenizer import write_tokenizer
 from moa_jax.files.hf_config import target_config_from_hf
 from moa_jax.files.paths import user_cache
@@ -42,7 +42,7 @@ from moa_jax.model import convert
 from moa_jax.model.layers import inverse_frequencies
 
 FORMAT = 2  # of the folder; raise when derived files or checks change
-INDEX, LINK = model_folder.GGUF_INDEX, model_folder.GGUF_LINK
+INDEX, LINK = tensor_reader.GGUF_INDEX, tensor_reader.GGUF_LINK
 # Control tokens that end a turn or a sequence, by name, as in llama.cpp. A GGUF file states one end
 # token; the generation_config.json of the same model often lists several.
 ENDS = (
@@ -121,11 +121,11 @@ def _write_folder(path: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as scratch:
         fresh = Path(scratch, folder.name)
         fresh.mkdir()
-        model_folder.write_json(fresh / "config.json", config | ids)
-        model_folder.write_json(fresh / "generation_config.json", ids)
+        whole_files.write_json(fresh / "config.json", config | ids)
+        whole_files.write_json(fresh / "generation_config.json", ids)
         write_tokenizer(fresh, metadata.get, str(path))
         (fresh / LINK).symlink_to(path)
-        model_folder.write_json(fresh / INDEX, tensors)
+        whole_files.write_json(fresh / INDEX, tensors)
         try:
             fresh.rename(folder)
         except OSError:
@@ -363,13 +363,13 @@ def _llama3_scaling(
     return dataclasses.asdict(scaling)
 
 
-class GGUFReader(model_folder.TensorReader):
+class GGUFReader(tensor_reader.TensorReader):
     """The tensors of a GGUF file by Hugging Face name; quantized tensors are read as float32."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Any]) -> None:
         """`tensors` are the entries of gguf_tensors.json."""
         self._tensors = tensors
-        place = lambda entry: model_folder.Stored(path, entry["type"], *entry["data_offsets"])
+        place = lambda entry: tensor_reader.Stored(path, entry["type"], *entry["data_offsets"])
         stored = {name: place(entry) for name, entry in tensors.items()}
         shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
         super().__init__(path, stored, shapes)
@@ -382,7 +382,7 @@ class GGUFReader(model_folder.TensorReader):
             raise InputError(
                 f"cannot read {path}: the GGUF file of {folder} is missing; restore it"
             )
-        return cls(path, model_folder.read_json(folder / INDEX))
+        return cls(path, whole_files.read_json(folder / INDEX))
 
     def read(self, name: str) -> np.ndarray:
         values, shape = super().read(name), self.shapes[name]
@@ -408,8 +408,8 @@ class GGUFReader(model_folder.TensorReader):
 
     def _float_of(self, name: str) -> str:
         stored = self._stored[name].dtype
-        if stored in model_folder.FLOATS:
-            return model_folder.FLOATS[stored]
+        if stored in tensor_reader.FLOATS:
+            return tensor_reader.FLOATS[stored]
         kind = self._type_of(name)
         try:
             gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)

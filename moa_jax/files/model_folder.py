@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import hashlib
 import json
@@ -10,11 +9,9 @@ import math
 import os
 import re
 import shutil
-import stat
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
@@ -23,7 +20,8 @@ from safetensors.numpy import save_file
 
 from moa_jax.errors import InputError, first_line
 from moa_jax.files import casts
-from moa_jax.files.json_text import to_json
+from moa_jax.files.tensor_reader import GGUF_INDEX, Stored, TensorReader
+from moa_jax.files.whole_files import read_json, write_json
 from moa_jax.model.convert import Shape
 
 _TOKENIZER = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
@@ -38,10 +36,8 @@ _FILES_OF_MODEL = (
     *("generation_config.json", "tokenizer*.json", "chat_template*"),
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 _MAX_FILE_BYTES = 4 * 1024**3
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-GGUF_INDEX, GGUF_LINK = "gguf_tensors.json", "model.gguf"  # in the folder of a GGUF file
 _PICKLES = "pytorch_model*.bin"
 WRITER = "moa-jax"  # in the metadata of an index: marks files that a later write may remove
 _OTHERS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.msgpack", "*.h5", "*.npz", "*.onnx")
@@ -126,71 +122,6 @@ def public_name(folder: Path) -> str:
     return folder.resolve().name
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raises InputError if it is missing, malformed or has conflicting keys."""
-    try:
-        # Given bytes, json detects UTF-16 and a byte order mark.
-        content = json.loads(path.read_bytes(), object_pairs_hook=_once)
-    except FileNotFoundError as error:
-        raise InputError(
-            f"{path} is missing; check that {path.parent} is a model folder"
-        ) from error
-    except ValueError as error:  # not JSON, not UTF-8, or a key with two values
-        raise InputError(f"{path} is not valid JSON ({error}); fetch or write it again") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path} holds no JSON object; fetch or write it again")
-    return content
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; raises ValueError for a key with two values, of which json keeps the last."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        for key, value in pairs:
-            if value != found[key]:
-                raise ValueError(f"{key!r} is {value!r} and {found[key]!r}")
-    return found
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file as `whole_file` does; raises OSError on failure and leaves the previous file.
-
-    A device or a pipe, such as /dev/stdout, is written in place.
-    """
-    # Paths that are not UTF-8 have surrogates, which a report shows as \\udce9.
-    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
-    if path.exists() and not path.is_file():
-        path.write_bytes(data)
-        return
-    with whole_file(path) as fresh:
-        fresh.write_bytes(data)
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` if the block succeeds and is removed otherwise.
-
-    A symbolic link stays and its target is replaced; the replaced file's mode is kept.
-    """
-    path = Path(os.path.realpath(path))
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
-        fresh = Path(scratch, path.name)
-        yield fresh
-        keep_mode(path, fresh)
-        os.replace(fresh, path)
-
-
-def keep_mode(old: Path, new: Path) -> None:
-    """Give a new file the mode of the file that it replaces, if any."""
-    if old.is_file():
-        new.chmod(stat.S_IMODE(old.stat().st_mode))
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object atomically and as Hugging Face does, indented and with sorted keys."""
-    write_whole(path, to_json(content, indent=2, sort_keys=True) + "\n")
-
-
 def file_hash(path: Path) -> str | None:
     """The sha256 of a file; None if the file does not exist."""
     if not path.is_file():
@@ -225,99 +156,6 @@ def header_of(path: Path) -> dict[str, Any]:
     for entry in header.values():
         entry["data_offsets"] = [begin + offset for offset in entry["data_offsets"]]
     return header
-
-
-class Stored(NamedTuple):
-    """The location of a tensor in a file, and its dtype as the file spells it."""
-
-    path: Path
-    dtype: str
-    start: int
-    end: int
-
-
-class TensorReader:
-    """The tensors of a model's files by name; data is read only when `read` is called."""
-
-    def __init__(
-        self, where: Path, stored: Mapping[str, Stored], shapes: Mapping[str, Shape]
-    ) -> None:
-        """`where` names the model in errors."""
-        self._where, self._stored, self.shapes = where, stored, dict(shapes)
-        self.file_of = {name: place.path for name, place in stored.items()}
-        self._maps: dict[Path, np.ndarray] = {}
-
-    def check(self, expected: Mapping[str, Shape], ignored: Iterable[str] = ()) -> None:
-        """Raise InputError unless the files hold exactly the `expected` tensors, as floats.
-
-        Tensors in `ignored` may also be present.
-        """
-        self._report("lacks", [name for name in expected if name not in self.shapes])
-        known = set(expected) | set(ignored)
-        self._report("has unexpected", [name for name in self.shapes if name not in known])
-        for name, shape in expected.items():
-            if self.shapes[name] != shape:
-                raise InputError(
-                    f"{self.file_of[name]}: {name} has shape {list(self.shapes[name])} where the "
-                    f"config asks for {list(shape)}; use the config.json of these weights"
-                )
-            self._float_of(name)
-
-    def read(self, name: str) -> np.ndarray:
-        """One tensor; a float tensor is a view of the file, which is read on access.
-
-        safetensors would copy the tensor, which takes as long as the rest of loading. Raises
-        InputError for a file that was truncated after it was opened.
-        """
-        path, dtype, start, end = self._stored[name]
-        if path.stat().st_size < end:  # reading the view would crash the process
-            raise InputError(f"{path} ends within {name}; fetch it again")
-        if path not in self._maps:
-            self._maps[path] = np.asarray(np.memmap(path, np.uint8, "r"))
-        content = self._maps[path][start:end]
-        if dtype not in FLOATS:
-            return self._other(name, content)
-        return content.view(FLOATS[dtype]).reshape(self.shapes[name])
-
-    def num_bytes(self, name: str) -> int:
-        """Size in bytes of a tensor as `read` returns it."""
-        _, _, start, end = self._stored[name]
-        return end - start
-
-    def stored(self, name: str) -> Stored:
-        """The location of a tensor in its file."""
-        return self._stored[name]
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the first float tensor; raises InputError without one."""
-        if not self.shapes:
-            raise InputError(f"{self._where} holds no tensors; fetch it again")
-        floats = (name for name in self.shapes if self._stored[name].dtype in FLOATS)
-        return np.dtype(self._float_of(next(floats, next(iter(self.shapes)))))
-
-    def _other(self, name: str, content: np.ndarray) -> np.ndarray:
-        """A tensor of a dtype outside FLOATS."""
-        raise NotImplementedError
-
-    def _float_of(self, name: str) -> str:
-        """The float dtype in which a tensor is read; raises InputError for other dtypes."""
-        stored = self._stored[name].dtype
-        if stored not in FLOATS:
-            raise InputError(
-                f"{self.file_of[name]}: {name} is stored as {stored}; "
-                f"save it as one of {', '.join(FLOATS)}"
-            )
-        return FLOATS[stored]
-
-    def _report(self, verb: str, names: list[str]) -> None:
-        if names:
-            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            plural = "s" if len(names) > 1 else ""
-            raise InputError(
-                f"{self._where} {verb} {len(names)} tensor{plural} ({shown}); "
-                "use the weights that belong to its config.json"
-            )
 
 
 def has_tensors(folder: Path) -> bool:

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 
 from moa_jax.files import casts
-from moa_jax.files.model_folder import TensorReader
+from moa_jax.files.tensor_reader import TensorReader
 from moa_jax.model import convert
 
 PIECE_BYTES = 4 * 1024**2  # transposed at a time by a thread; fits a core's cache

@@ -21,8 +21,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from moa_jax.errors import InputError
-from moa_jax.files.model_folder import GGUF_INDEX, INDEX, SINGLE, WRITER, keep_mode, read_json
+from moa_jax.files.model_folder import INDEX, SINGLE, WRITER
 from moa_jax.files.paths import check_folder
+from moa_jax.files.tensor_reader import GGUF_INDEX
+from moa_jax.files.whole_files import keep_mode, read_json
 
 _SHARD = r"model-\d{5}-of-\d{5}\.safetensors"
 _SCRATCH = ".moa-jax."

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moa_jax.errors import InputError
-from moa_jax.files.model_folder import file_hash, json_hash, read_json
+from moa_jax.files.model_folder import file_hash, json_hash
 from moa_jax.files.paths import size_and_time
+from moa_jax.files.whole_files import read_json
 
 TokenIds = Mapping[str, int]
 

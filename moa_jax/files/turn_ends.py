@@ -13,8 +13,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moa_jax.files.model_folder import read_json
 from moa_jax.files.token_ids import read_tokens
+from moa_jax.files.whole_files import read_json
 
 QUESTION, ANSWER = "question0", "answer0"  # strings that no template writes
 

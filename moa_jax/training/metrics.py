@@ -19,8 +19,8 @@ from typing import Any, TextIO
 import numpy as np
 
 from moa_jax.errors import InputError
-from moa_jax.files.model_folder import write_whole
 from moa_jax.files.paths import is_stored
+from moa_jax.files.whole_files import write_whole
 
 Record = dict[str, Any]
 Mirror = Callable[[Record], None]

@@ -33,8 +33,8 @@ from moa_jax.data.batches import Batches, Mixture
 from moa_jax.data.shards import alone
 from moa_jax.drafters.api import TapSpec, TargetActivations
 from moa_jax.errors import InputError, first_line
-from moa_jax.files.model_folder import read_json, write_json
 from moa_jax.files.paths import check_folder
+from moa_jax.files.whole_files import read_json, write_json
 from moa_jax.model import llama
 from moa_jax.model.cache import KV
 

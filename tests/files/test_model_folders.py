@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError
 
-from moa_jax.files import model_folder
+from moa_jax.files import model_folder, whole_files
 from moa_jax.pretrained import describe_target, load_drafter, load_target, save_target
 from tests.model_folders import edit_json, edit_tensors, refusal, save_random_pair
 
@@ -198,7 +198,7 @@ def test_an_interrupted_save_leaves_what_was_there(pair, tmp_path, monkeypatch):
 
 def test_a_json_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "some.json"
-    model_folder.write_json(path, {"depth": 3})
+    whole_files.write_json(path, {"depth": 3})
 
     def full_disk(fresh: Path, content: bytes) -> None:
         with fresh.open("wb") as file:
@@ -208,8 +208,8 @@ def test_a_json_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", full_disk)
         with pytest.raises(OSError, match="No space left"):
-            model_folder.write_json(path, {"depth": 4})
-    assert model_folder.read_json(path) == {"depth": 3} and list(tmp_path.iterdir()) == [path]
+            whole_files.write_json(path, {"depth": 4})
+    assert whole_files.read_json(path) == {"depth": 3} and list(tmp_path.iterdir()) == [path]
 
 
 def test_only_model_folders_are_replaced(pair, tmp_path):

@@ -266,20 +266,21 @@ def run_python(code: str, *arguments: str, **environment: str) -> str:
 
 PEAK = """
 import re, sys
+from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
-from moa_jax.files import hf_config, model_folder
+from moa_jax.files import hf_config, tensor_reader, whole_files
 from moa_jax.model import convert
 from moa_jax.config import BlockConfig, TargetConfig
 from moa_jax.pretrained import load_target
 
-folder, layers = model_folder.Path(sys.argv[1]), sys.argv[2]
+folder, layers = Path(sys.argv[1]), sys.argv[2]
 cfg = TargetConfig("llama", 4096, 12, BlockConfig(512, 8, 2, 64, 2048, 1e-5, 1e4, None), False, 64)
 shapes = convert.stored_shapes(convert.target_table(cfg))
 if not folder.exists():
     folder.mkdir()
-    model_folder.write_json(folder / "config.json", hf_config.target_config_to_hf(cfg))
+    whole_files.write_json(folder / "config.json", hf_config.target_config_to_hf(cfg))
     tensors = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors")
     del tensors
@@ -288,14 +289,14 @@ def anonymous():  # bytes of this process that are not pages of a mapped file
     status = open("/proc/self/status").read()
     return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", status)[1])
 
-read, seen = model_folder.TensorReader.read, []
+read, seen = tensor_reader.TensorReader.read, []
 def watched(self, name):
     tensor = read(self, name)
     seen.append(anonymous())
     return tensor
 
 jnp.zeros(1).block_until_ready()  # starts the backend
-model_folder.TensorReader.read = watched
+tensor_reader.TensorReader.read = watched
 before = anonymous()
 target = load_target(folder, "float32", layers=layers)
 seen.append(anonymous())

@@ -22,8 +22,8 @@ from typing import Any, Self
 
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.json_text import to_json
-from moa_jax.files.model_folder import whole_file
 from moa_jax.files.paths import lock_output
+from moa_jax.files.whole_files import whole_file
 from train.run.answers import TargetAnswer
 
 VERSION = 2  # of the entries; raise this number when their format changes

@@ -26,7 +26,8 @@ from moa_jax.decode.session import DEFAULT_DEPTH, for_decoding
 from moa_jax.decode.state import Weights
 from moa_jax.drafters import needs_no_files
 from moa_jax.errors import InputError
-from moa_jax.files.model_folder import GGUF_INDEX, find_folder
+from moa_jax.files.model_folder import find_folder
+from moa_jax.files.tensor_reader import GGUF_INDEX
 from moa_jax.model.quantize import FORMATS
 from moa_jax.pairs import DEFAULT as DEFAULT_PAIR
 from moa_jax.pairs import DEMO, LOOKUP, PAIRS, locate
