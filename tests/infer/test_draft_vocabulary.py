@@ -24,6 +24,7 @@ from moa_jax.data.tokenizer import train_tokenizer
 from moa_jax.decode import draft_vocabulary
 from moa_jax.decode.draft_vocabulary import FILE, load_vocabulary, save_vocabulary, vocabulary_of
 from moa_jax.files import client_files
+from moa_jax.files.model_folder import file_hash
 from moa_jax.pretrained import describe_target
 from tests.model_folders import edit_json
 from tests.oracle import random_pair
@@ -247,7 +248,7 @@ def test_evaluation_gives_each_drafter_its_own(stored, tmp_path, capsys):
         narrowed = {c.name for c in entered if c.session.weights.vocabulary}
         found[bool(flag)] = narrowed, describe(args, target, entered)["draft_vocabulary"]
         assert capsys.readouterr().err.count("drafts from 150 of") == len(narrowed) // 2
-    hash = draft_vocabulary.model_folder.file_hash(stored / "draft" / FILE)
+    hash = file_hash(stored / "draft" / FILE)
     assert found[False] == ({"a-chain", "a-tree"}, {"a-chain": hash, "a-tree": hash})
     assert found[True] == (set(), None)
 
