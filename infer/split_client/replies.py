@@ -120,8 +120,8 @@ def check(
 def stream_part(part: protocol.Committed, seq: int, last: int, text: AnswerText) -> CheckedReply:
     """The new tokens of one part of stream `seq`.
 
-    The previous part started at row `last`. After a lost link a stream restarts from its first
-    part, so a part may repeat tokens that the client already has. Raises ConnectionLost for an
+    The previous part started at row `last`. After a lost link a server of an earlier release sends
+    a stream from its first part, so a part may repeat tokens that the client already has. Raises ConnectionLost for an
     invalid part.
     """
     have = len(text.committed) - part.start - 1

@@ -5,8 +5,8 @@
     apply_reply     checks the complete reply before the client uses its content
     disconnect      gives up a lost link; `join` dials until a new link is open
 
-The session tracks the committed tokens of the answer and the number of their received rows. It is
-independent of the drafter and of the reader of the answer.
+The session tracks the committed tokens of the answer and the number of their received rows, or of
+the received tokens of a stream. It is independent of the drafter and of the reader of the answer.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class RemoteSession:
         self._request: SessionRequest | None = None  # the last sent request
         self._streaming: int | None = None  # row of a stream's last part, -1 before the first
         self._held: list[TokenRows] = []  # parts of an incomplete reply
-        self._received = 0  # received rows, including those in `_held`
+        self._received = 0  # received rows, including those in `_held`; in a stream, tokens - root
         self._before = dataclasses.replace(self.traffic)
         self._is_denied = False  # the server refused this client: no more links for this answer
         self.backoff.reset()
@@ -215,7 +215,7 @@ class RemoteSession:
             raise SessionExpired(f"the server's last reply is {found.seq}: another session")
         self._streaming = None if found.seq == self._seq else -1
         if found.seq == self._seq or isinstance(self._request, protocol.Stream):
-            return []  # `next_part` receives the parts of a stream, from the first
+            return []  # `next_part` receives the parts of a stream
         if isinstance(self._request, protocol.Open):  # the server repeats the whole reply
             await link.receive(protocol.Opened)
         return await self._reply(link)
@@ -324,6 +324,7 @@ class RemoteSession:
         self._counts.waiting_s += time.perf_counter() - begin
         reply = stream_part(part, self._request.seq, self._streaming, self._text)
         self._streaming = part.start
+        self._received += len(reply.tokens)
         if reply.tokens:
             self.backoff.reset()
         return reply

@@ -406,7 +406,7 @@ class Service:
             coding = asyncio.get_running_loop().run_in_executor(
                 self._encoder, encoded, reply.seq, part, session.encoding, not ends
             )
-            end = part.start + part.count if part.count else 0
+            end = part.start + max(part.count, len(part.tokens))  # a stream has tokens, no rows
             adding = functools.partial(self._add_part, session, reply, ends, end)
             coding.add_done_callback(adding)
 

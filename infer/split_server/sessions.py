@@ -70,13 +70,13 @@ class ReplyBuffer:
     def __init__(self, seq: int) -> None:
         self.seq = seq
         self.parts: list[bytes] = []
-        self.known = 0  # rows that the client has; parts without further rows are skipped
+        self.known = 0  # `Resume.known`; parts up to this end are skipped
         self.complete = False
         self.refused: Refused | None = None
         self.on_read: Callable[[], None] | None = None  # called after `read` yielded a part
         self._changed = asyncio.Event()
         self._num_read = 0
-        self._ends: list[int] = []  # per part: last row + 1, or 0: never skipped
+        self._ends: list[int] = []  # per part: see `add`, or 0: never skipped
 
     @property
     def unread(self) -> int:
@@ -84,7 +84,11 @@ class ReplyBuffer:
         return len(self.parts) - self._num_read
 
     def add(self, part: bytes, complete: bool, end: int = 0) -> None:
-        """Appends a part whose last row is `end` - 1 (0: no rows), and wakes the readers."""
+        """Appends a part and wakes the readers.
+
+        `end` is the part's first position plus its number of rows, or of tokens in a stream; a part
+        with `end` 0 and the last part are never skipped.
+        """
         self.parts.append(part)
         self._ends.append(0 if complete else end)
         self.complete = complete

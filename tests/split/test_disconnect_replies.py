@@ -10,6 +10,7 @@ import pytest
 from infer.split_client.answering import SplitClient
 from infer.split_client.link import ConnectionLost
 from infer.split_client.state import ClientOptions
+from infer.split_server.sessions import ReplyBuffer
 from moa_jax.split import protocol
 from tests.split.split_client import (
     CHAIN,
@@ -120,6 +121,32 @@ def test_disconnect_session_that_never_began_is_opened_anew(server):
     found = relays(server, spoil)
     found.check()
     assert found.tokens == plain(PROMPT, NEW) and found.done == "length" and not to_do
+
+
+@pytest.mark.parametrize("skips", [True, False], ids=["this server", "an earlier server"])
+def test_disconnect_stream_goes_on_after_the_parts_that_came(server, skips, monkeypatch):
+    """A server that cannot skip streamed parts sends all of them again, as earlier ones do."""
+    if not skips:
+        add = ReplyBuffer.add
+        without_end = lambda reply, part, complete, end=0: add(reply, part, complete)
+        monkeypatch.setattr(ReplyBuffer, "add", without_end)
+    closed, parts = [], []
+
+    def spoil(message, seen):
+        part = protocol.decode_down(message, LIMITS)
+        if isinstance(part, protocol.Committed) and part.seq == 1:
+            if part.start == len(PROMPT) + 30 and not closed:
+                closed.append(part)
+                return [CLOSE]
+            parts.append(part.start)
+        return [message]
+
+    found = relays(server, spoil, OPTIONS["stream"])
+    found.check()
+    assert found.tokens == plain(PROMPT, NEW) and found.done == "length"
+    assert closed and found.counts.drops == 1
+    starts = range(len(PROMPT), len(PROMPT) + NEW - 1)
+    assert parts == ([*starts] if skips else [*starts[:30], *starts])
 
 
 FORGED = {
