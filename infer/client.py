@@ -62,8 +62,8 @@ def main(arguments: list[str] | None = None) -> int | None:
     for index, prompt in enumerate(prompts):
         _check(prompt, index, args.max_new_tokens, target)
     most = max(map(len, prompts)) + args.max_new_tokens
-    half = ClientDrafter(target, drafter, max_tokens=bucket(most))
-    _check_drafter(args, half)
+    client_drafter = ClientDrafter(target, drafter, max_tokens=bucket(most))
+    _check_drafter(args, client_drafter)
     server = None
     if not args.offline:
         server = ServerAddress(
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     stops = target.generation.eos_ids if args.stop_ids is None else args.stop_ids
     job = ClientJob(args, writer, prompts, list(stops), sampling)
     with ThreadPoolExecutor(1, "drafter") as worker:
-        answering = SplitClient(half, server, options, worker)
+        answering = SplitClient(client_drafter, server, options, worker)
         try:
             if not args.json:
                 return asyncio.run(_answer_all(answering, job, _Output(writer, args.stop)))
@@ -189,11 +189,11 @@ def _check(prompt: list[int], index: int, new: int, target: Target) -> None:
     CacheLimits(positions).check(index, len(prompt), new)
 
 
-def _check_drafter(args: argparse.Namespace, half: ClientDrafter) -> None:
+def _check_drafter(args: argparse.Namespace, client_drafter: ClientDrafter) -> None:
     """Raises InputError for a mode that this drafter does not support."""
     if args.offline and args.mode == "stream":
         raise InputError("--mode stream needs the target; leave out --offline")
-    if half.functions.draft_one is None and (args.offline or args.mode == "chain"):
+    if client_drafter.functions.draft_one is None and (args.offline or args.mode == "chain"):
         flag = "--offline" if args.offline else "--mode chain"
         raise InputError(f"{flag}: this drafter cannot write token by token; name another --draft")
 

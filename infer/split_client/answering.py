@@ -45,15 +45,15 @@ class SplitClient:
 
     def __init__(
         self,
-        half: ClientDrafter,
+        drafter: ClientDrafter,
         server: ServerAddress | None,
         options: ClientOptions,
         worker: ThreadPoolExecutor,
     ) -> None:
-        """Calls `half` only on the single thread of `worker`; `server` None decodes offline."""
+        """Calls `drafter` only on the single thread of `worker`; `server` None decodes offline."""
         self.options = options
-        self._session = RemoteSession(server, half.cfg.vocab_size, half.leaves, options)
-        self._drafter = SequenceDrafter(half, worker, options)
+        self._session = RemoteSession(server, drafter.cfg.vocab_size, drafter.leaves, options)
+        self._drafter = SequenceDrafter(drafter, worker, options)
 
     @property
     def welcome(self) -> protocol.Welcome | None:

@@ -121,8 +121,8 @@ def stream_part(part: protocol.Committed, seq: int, last: int, text: AnswerText)
     """The new tokens of one part of stream `seq`.
 
     The previous part started at row `last`. After a lost link a server of an earlier release sends
-    a stream from its first part, so a part may repeat tokens that the client already has. Raises ConnectionLost for an
-    invalid part.
+    a stream from its first part, so a part may repeat tokens that the client already has. Raises
+    ConnectionLost for an invalid part.
     """
     have = len(text.committed) - part.start - 1
     in_place = part.seq == seq and part.start > last

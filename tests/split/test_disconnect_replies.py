@@ -19,7 +19,7 @@ from tests.split.split_client import (
     NEW,
     OPTIONS,
     PROMPT,
-    ToyHalf,
+    ToyDrafter,
     ask,
     ask_in_haste,
     hurry,
@@ -78,10 +78,10 @@ def test_disconnect_bits_that_flip_end_no_client(server, seed):
             changed[chance.randrange(min(len(changed), 120))] ^= 1 << chance.randrange(8)
         return [bytes(changed)]
 
-    half = ToyHalf()
-    half.absorb = lambda start, tokens, rows: half._put(start, "target", tokens)
+    drafter = ToyDrafter()
+    drafter.absorb = lambda start, tokens, rows: drafter._put(start, "target", tokens)
     options = dataclasses.replace(CHAIN, reconnect_seconds=1.0)
-    found = relays(server, spoil, options, half=half)
+    found = relays(server, spoil, options, drafter=drafter)
     assert found.done and len(found.tokens) <= NEW
 
 
@@ -206,17 +206,17 @@ def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
 def test_disconnect_kept_tail_is_read_by_the_session_that_waited(server):
     """Nothing was missed: the server reads the tail, which stays unverified, and goes on."""
     options = dataclasses.replace(CHAIN, policy="keep", lengths=(1,), draft_ahead=False)
-    half = ToyHalf()
+    drafter = ToyDrafter()
     with linked(server.port) as proxy:
 
         def act(index, answering):
-            rest_until_linked(half, answering)
+            rest_until_linked(drafter, answering)
             if index == 4:
                 proxy.refuse()
             if len(answering.text.unverified) > 20:
                 proxy.heal()
 
-        found = ask(server_at(proxy.port), options, PROMPT, 200, half, act=act)
+        found = ask(server_at(proxy.port), options, PROMPT, 200, drafter, act=act)
     assert found.counts.prompts == 2
     found.check("keep")
     assert 20 < sum(found.kept) < 190 and not found.kept[-1]
@@ -224,7 +224,7 @@ def test_disconnect_kept_tail_is_read_by_the_session_that_waited(server):
 
 def test_disconnect_again_in_the_middle_of_a_long_tail(server, monkeypatch):
     """A padded reply hides the drafter's rows behind it: they are written again."""
-    half = ToyHalf()
+    drafter = ToyDrafter()
     monkeypatch.setattr("tests.split.split_client.guess", lambda text: next_token(list(text)))
     verify, calls = SplitClient._verify_tail, []
 
@@ -237,5 +237,5 @@ def test_disconnect_again_in_the_middle_of_a_long_tail(server, monkeypatch):
     monkeypatch.setattr(SplitClient, "_verify_tail", failing)
     with linked(server.port) as proxy:
         act = refuses_until(proxy, 100)
-        found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, half, act=act)
+        found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, drafter, act=act)
     assert found.tokens == plain(PROMPT, 300) and calls[0] > 100 and len(calls) > 2

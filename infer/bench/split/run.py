@@ -105,7 +105,7 @@ async def client_of(bench: SplitBench, mode: str, proxy: Proxy) -> AsyncIterator
     url = f"ws://{proxy.host}:{proxy.port}{PATH}"
     address = ServerAddress(url, bench.pairing, codec=args.codec, compress=args.compress)
     with ThreadPoolExecutor(1, "drafter") as worker:
-        client = SplitClient(bench.half, address, options_of(args, mode), worker)
+        client = SplitClient(bench.client_drafter, address, options_of(args, mode), worker)
         try:
             yield client
         finally:
