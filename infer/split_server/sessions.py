@@ -9,10 +9,9 @@ SlotQueue      slot assignment, and the queue of clients that wait for a slot
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import secrets
-from collections import deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
@@ -67,13 +66,14 @@ class Encoding(NamedTuple):
 class ReplyBuffer:
     """The encoded parts of the reply to one request, kept until the next request."""
 
-    def __init__(self, seq: int) -> None:
+    def __init__(self, seq: int, on_read: Callable[[], None] = lambda: None) -> None:
+        """`on_read` is called after `read` yielded a part."""
         self.seq = seq
         self.parts: list[bytes] = []
         self.known = 0  # `Resume.known`; parts up to this end are skipped
         self.complete = False
         self.refused: Refused | None = None
-        self.on_read: Callable[[], None] | None = None  # called after `read` yielded a part
+        self._on_read = on_read
         self._changed = asyncio.Event()
         self._num_read = 0
         self._ends: list[int] = []  # per part: see `add`, or 0: never skipped
@@ -111,8 +111,7 @@ class ReplyBuffer:
                     yield self.parts[index]
                 index += 1
                 self._num_read = max(self._num_read, index)
-                if self.on_read is not None:
-                    self.on_read()
+                self._on_read()
             if self.refused:
                 raise self.refused
             if self.complete:
@@ -166,7 +165,8 @@ class SplitSession:
         self.owner: Callable[[Refused], None] | None = owner  # None after a lost connection
         self.lost_at = 0.0  # time at which the connection was lost
         self.closed = False
-        self.counts = {"rounds": 0, "drafted": 0, "accepted": 0, "resumed": 0}
+        self.counts = Counter(rounds=0, drafted=0, accepted=0, resumed=0)
+        self.arrival = 0  # number of the pending read or draft; the oldest is served first
         self.reply.add(protocol.encode(protocol.Opened(self.id)), complete=False)
 
 
@@ -179,76 +179,75 @@ class SlotQueue:
         """`evict` frees the slot of a disconnected session, and returns False if none exists."""
         self.closed = False
         self._limits, self._metrics, self._evict = limits, metrics, evict
-        self._free = limits.num_slots
-        self._queue: deque[asyncio.Future[None]] = deque()
+        self._free = asyncio.Semaphore(limits.num_slots)
+        self._waiting: set[asyncio.Timeout] = set()
         metrics.slots.set(limits.num_slots)
 
     @property
     def num_waiting(self) -> int:
         """Number of clients that wait for a slot."""
-        return len(self._queue)
+        return len(self._waiting)
 
     def close(self) -> None:
         """Refuses slots from now on, including to waiting clients."""
         self.closed = True
-        for waiter in self._queue:
-            if not waiter.done():
-                waiter.set_exception(_draining())
+        for wait in self._waiting:
+            if not wait.expired():
+                wait.reschedule(0)  # a time in the past: the wait ends at once
 
     async def take(self) -> None:
         """Waits for a slot; raises Refused if none becomes free in time."""
         if self.closed:
             raise _draining()
-        if self._free or (not self._queue and self._evict()):
-            self._free -= 1
-            self._update_gauges()
-            return
-        if len(self._queue) >= self._limits.max_queue:
+        if self._free.locked() and not self._waiting:
+            self._evict()
+        if self._free.locked() and self.num_waiting >= self._limits.max_queue:
             raise Refused("busy", "all slots are taken and the queue is full; retry later")
-        turn = asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
-        self._update_gauges()
+        wait = asyncio.timeout(self._limits.queue_seconds)
         try:
-            async with asyncio.timeout(self._limits.queue_seconds):
-                await turn
-        except BaseException as error:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self.give_back()  # a slot was assigned just as the wait ended
-            if isinstance(error, TimeoutError):
-                raise Refused("busy", "no slot became free in time; retry later") from None
-            raise
+            async with wait:
+                self._waiting.add(wait)
+                self._metrics.queue.set(self.num_waiting)
+                await self._free.acquire()
+        except TimeoutError:
+            if self.closed:
+                raise _draining() from None
+            raise Refused("busy", "no slot became free in time; retry later") from None
         finally:
-            with contextlib.suppress(ValueError):
-                self._queue.remove(turn)
-            self._update_gauges()
+            self._waiting.discard(wait)
+            self._metrics.queue.set(self.num_waiting)
+        self._metrics.slots_used.inc()
 
     def give_back(self) -> None:
         """Assigns the slot to the first waiting client, or frees it."""
-        while self._queue:
-            turn = self._queue.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                break
-        else:
-            self._free += 1
-        self._update_gauges()
-
-    def _update_gauges(self) -> None:
-        self._metrics.slots_used.set(self._limits.num_slots - self._free)
-        self._metrics.queue.set(len(self._queue))
+        self._metrics.slots_used.dec()
+        self._free.release()
 
 
 def _draining() -> Refused:
     return Refused("draining", "the server is shutting down; try another one, or try again later")
 
 
-def encoded(seq: int, result: Reply, encoding: Encoding, more: bool) -> bytes:
-    """Encodes one part of reply `seq` as a Committed message."""
-    data = rows.pack(result.rows, *encoding)
-    part = protocol.Committed(
-        seq, result.start, result.count, result.tokens, result.done, more, data
-    )
-    return protocol.encode(part)
+def encode_parts(
+    loop: asyncio.AbstractEventLoop,
+    reply: ReplyBuffer,
+    result: Reply,
+    last: bool,
+    encoding: Encoding,
+) -> None:
+    """Encodes a result in parts, and adds each part to the reply in the event loop.
+
+    `last` states that the result completes the reply.
+    """
+    parts = in_parts(result)
+    for part in parts:
+        ends = last and part is parts[-1]
+        data = rows.pack(part.rows, *encoding)
+        message = protocol.Committed(
+            reply.seq, part.start, part.count, part.tokens, part.done, not ends, data
+        )
+        end = part.start + max(part.count, len(part.tokens))  # a stream has tokens, no rows
+        loop.call_soon_threadsafe(reply.add, protocol.encode(message), ends, end)
 
 
 def without_known(result: Reply, known: int) -> Reply:
