@@ -25,14 +25,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from infer.split_client.drafter import SequenceDrafter, chain_of
-from infer.split_client.link import (
-    ConnectionLost,
-    LinkTraffic,
-    Refused,
-    ServerAddress,
-    SessionExpired,
-    ended,
-)
+from infer.split_client.link import ConnectionLost, LinkTraffic, Refused, ServerAddress, ended
 from infer.split_client.session import RemoteSession
 from infer.split_client.state import AnswerEvent, AnswerText, ClientOptions, Counts
 from moa_jax.config import Sampling
@@ -108,7 +101,7 @@ class SplitClient:
                     self.done = reply.done
                 else:
                     await self._round()
-            except (ConnectionLost, SessionExpired, Refused) as error:
+            except (ConnectionLost, Refused) as error:
                 yield self.text.event(self._session.disconnect(error))
             else:
                 yield self.text.event()
@@ -135,12 +128,10 @@ class SplitClient:
             try:
                 await self._take(await self._session.ensure_session())
                 return ""
-            except (ConnectionLost, SessionExpired) as error:
+            except ConnectionLost as error:
                 notice = self._session.disconnect(error)
                 if is_last and not self._session.was_served:
-                    raise (
-                        error if isinstance(error, ConnectionLost) else ConnectionLost(str(error))
-                    ) from error
+                    raise
             except Refused:
                 self._session.cut()
                 raise
@@ -208,7 +199,7 @@ class SplitClient:
             return
         try:
             await self._settle_up(missed)
-        except (ConnectionLost, SessionExpired, Refused) as error:
+        except (ConnectionLost, Refused) as error:
             yield self.text.event(self._session.disconnect(error))
         else:
             yield self.text.event("connected again")

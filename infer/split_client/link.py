@@ -1,7 +1,8 @@
 """One connection of a client: a Hello handshake, then messages, each with a deadline.
 
-Two kinds of errors: after `ConnectionLost` (the network or the server failed) a retry may succeed;
-after `Refused` (the server answered and refuses this client) a retry cannot succeed.
+Two kinds of errors: after `ConnectionLost` (the network or the server failed, or the session is
+gone) a retry may succeed; after `Refused` (the server answered and refuses this client) a retry
+cannot succeed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Refused(InputError):
         super().__init__(text)
 
 
-class SessionExpired(Exception):
+class SessionExpired(ConnectionLost):
     """The server no longer has the session, or its state differs from the client's."""
 
 
@@ -85,10 +86,7 @@ class Link:
 
     @classmethod
     async def open(cls, server: ServerAddress, vocab_size: int, traffic: LinkTraffic) -> Link:
-        """Connects and completes the handshake.
-
-        Raises ConnectionLost, SessionExpired or Refused.
-        """
+        """Connects and completes the handshake; raises ConnectionLost or Refused."""
         limits = protocol.MessageLimits(
             max_tokens=protocol.LARGEST,
             max_nodes=(1 << 16) - 1,
@@ -139,12 +137,11 @@ class Link:
         self._traffic.bytes_down += len(data)
         try:
             message = protocol.decode_down(data, self._limits)
-        except protocol.WrongVersion as error:
-            if self._traffic.round_trip_s is None:  # no server has sent a Welcome yet
+        except protocol.BadMessage as error:
+            is_first = self._traffic.round_trip_s is None  # no server has sent a Welcome yet
+            if is_first and isinstance(error, protocol.WrongVersion):
                 raise Refused("version", str(error)) from error
             raise ConnectionLost(f"the server sent a damaged message: {error}") from error
-        except protocol.BadMessage as error:
-            raise ConnectionLost(f"the server sent {error}") from error
         if isinstance(message, protocol.Fault):
             raise _fault(message)
         if not isinstance(message, kinds):

@@ -114,12 +114,8 @@ class RemoteSession:
         if self.link is not None:
             try:
                 await self.link.send(protocol.Close())
-            except (
-                ConnectionLost,
-                SessionExpired,
-                Refused,
-            ):  # the server detects the lost connection
-                self.cut()
+            except (ConnectionLost, Refused):
+                self.cut()  # the server detects the lost connection
         self._counts.bytes_up = self.traffic.bytes_up - self._before.bytes_up
         self._counts.bytes_down = self.traffic.bytes_down - self._before.bytes_down
 
@@ -133,10 +129,7 @@ class RemoteSession:
     async def connect(self) -> None:
         """Connects to the server, if one is configured; raises ConnectionLost or Refused."""
         if self.has_server and self.link is None:
-            try:
-                self.link = await self._dial()
-            except SessionExpired as error:
-                raise ConnectionLost(str(error)) from error
+            await self._dial()
 
     async def close(self) -> None:
         """Closes the connection with a closing handshake, if one is open."""
@@ -151,7 +144,7 @@ class RemoteSession:
             self.link.abort()
         self.link = None
 
-    def disconnect(self, error: ConnectionLost | SessionExpired | Refused) -> str:
+    def disconnect(self, error: ConnectionLost | Refused) -> str:
         """Gives up the link after an error; returns a notice with the reason."""
         self._counts.drops += self.link is not None
         self.cut()
@@ -162,65 +155,58 @@ class RemoteSession:
             return str(error)
         return f"link lost: {error}"
 
-    async def _dial(self) -> Link:
-        """Opens a new link, not yet used by the answer.
-
-        Raises ConnectionLost, SessionExpired or Refused.
-        """
-        return await Link.open(self._server, self._vocab_size, self.traffic)
+    async def _dial(self) -> None:
+        """Opens a link; raises ConnectionLost or Refused."""
+        self.link = await Link.open(self._server, self._vocab_size, self.traffic)
 
     # ---- the session ----------------------------------------------------------------------
 
     async def ensure_session(self) -> list[protocol.Committed]:
-        """Ensures a link and a session; returns the reply that the client missed, or []."""
+        """Ensures a link and a session; returns the reply that the client missed, or [].
+
+        A session without an id is opened with all committed tokens. Raises ConnectionLost or
+        Refused.
+        """
         if self.link is None:
-            self.link = await self._dial()
-        return await self._joined(self.link)
+            await self._dial()
+        if self._id is not None:
+            try:
+                return await self._resumed()
+            except SessionExpired:
+                self._id = None
+        return await self._opened()
 
     async def join(self) -> list[protocol.Committed]:
         """Like `ensure_session`, but retries until it succeeds; raises Refused."""
         while True:
             await self.backoff.pause()
             try:
-                link = await self._dial()
-                try:
-                    missed = await self._joined(link)
-                except BaseException:
-                    link.abort()
-                    raise
-            except (ConnectionLost, SessionExpired):
-                continue
-            self.link = link
-            return missed
+                return await self.ensure_session()
+            except ConnectionLost:
+                self.cut()
+            except BaseException:
+                self.cut()
+                raise
 
     async def reopen(self) -> list[protocol.Committed]:
         """Replaces a session whose tokens differ from the client's; returns the reply to Open."""
         await self.link.send(protocol.Close())
-        return await self._opened(self.link)
+        return await self._opened()
 
-    async def _joined(self, link: Link) -> list[protocol.Committed]:
-        """Resumes the session, or opens one with all committed tokens; returns the missed reply."""
-        if self._id is not None:
-            try:
-                return await self._resumed(link)
-            except SessionExpired:
-                self._id = None
-        return await self._opened(link)
-
-    async def _resumed(self, link: Link) -> list[protocol.Committed]:
+    async def _resumed(self) -> list[protocol.Committed]:
         """Resumes the session; returns the missed reply, or []. Raises SessionExpired."""
-        await link.send(protocol.Resume(self._id, self._seq, self._received))
-        found = await link.receive(protocol.Resumed)
+        await self.link.send(protocol.Resume(self._id, self._seq, self._received))
+        found = await self.link.receive(protocol.Resumed)
         if not max(self._seq, 0) <= found.seq <= self._request.seq:  # Open's reply has number 0
             raise SessionExpired(f"the server's last reply is {found.seq}: another session")
         self._streaming = None if found.seq == self._seq else -1
         if found.seq == self._seq or isinstance(self._request, protocol.Stream):
             return []  # `next_part` receives the parts of a stream
         if isinstance(self._request, protocol.Open):  # the server repeats the whole reply
-            await link.receive(protocol.Opened)
-        return await self._reply(link)
+            await self.link.receive(protocol.Opened)
+        return await self.reply()
 
-    async def _opened(self, link: Link) -> list[protocol.Committed]:
+    async def _opened(self) -> list[protocol.Committed]:
         """Opens a session with all committed tokens, and returns the reply.
 
         The tokens include the root once the answer has one, and the unverified tokens with policy
@@ -243,11 +229,11 @@ class RemoteSession:
             stop_ids=sorted(text.stops),
             sampling=protocol.sampling_fields(self._sampling),
         )
-        await link.send(self._request)
-        opened = await link.receive(protocol.Opened, patience=self._options.patience)
+        await self.link.send(self._request)
+        opened = await self.link.receive(protocol.Opened, patience=self._options.patience)
         self._id, self.was_served = opened.session, True
         self._counts.prompts += 1
-        return await self._reply(link)
+        return await self.reply()
 
     # ---- requests and replies -------------------------------------------------------------
 
@@ -268,13 +254,10 @@ class RemoteSession:
         transfer these rows again. Skips repeats of earlier replies. Raises ConnectionLost for a
         part that leaves a gap.
         """
-        return await self._reply(self.link)
-
-    async def _reply(self, link: Link) -> list[protocol.Committed]:
         seq, known, stale = self._request.seq, self._received, 0
         parts: list[protocol.Committed] = []
         while True:
-            part = await link.receive(protocol.Committed, patience=self._options.patience)
+            part = await self.link.receive(protocol.Committed, patience=self._options.patience)
             if part.seq < seq and (stale := stale + 1) <= MOST_STALE:
                 continue
             known = known_after(part, seq, known, self._text.total)
