@@ -237,17 +237,20 @@ def encode_parts(
 ) -> None:
     """Encodes a result in parts, and adds each part to the reply in the event loop.
 
-    `last` states that the result completes the reply.
+    A part has at most PART_BYTES, or one token. The last part has the tokens and `done`. `last`
+    states that the result completes the reply.
     """
-    parts = in_parts(result)
-    for part in parts:
-        ends = last and part is parts[-1]
-        data = rows.pack(part.rows, *encoding)
-        message = protocol.Committed(
-            reply.seq, part.start, part.count, part.tokens, part.done, not ends, data
-        )
-        end = part.start + max(part.count, len(part.tokens))  # a stream has tokens, no rows
-        loop.call_soon_threadsafe(reply.add, protocol.encode(message), ends, end)
+    row_bytes = sum(row.nbytes for row in result.rows) // max(result.count, 1)
+    most = max(PART_BYTES // max(row_bytes, 1), 1)
+    for at in range(0, result.count or 1, most):
+        count = min(most, result.count - at)
+        is_end = at + count == result.count
+        tokens, done = (result.tokens, result.done) if is_end else ([], "")
+        data = rows.pack([row[at : at + count] for row in result.rows], *encoding)
+        start, ends = result.start + at, last and is_end
+        part = protocol.Committed(reply.seq, start, count, tokens, done, not ends, data)
+        position = start + max(count, len(tokens))  # a stream has tokens, no rows
+        loop.call_soon_threadsafe(reply.add, protocol.encode(part), ends, position)
 
 
 def without_known(result: Reply, known: int) -> Reply:
@@ -258,15 +261,3 @@ def without_known(result: Reply, known: int) -> Reply:
         count=result.count - skip,
         rows=[row[skip:] for row in result.rows],
     )
-
-
-def in_parts(result: Reply) -> list[Reply]:
-    """Splits a result into parts of at most PART_BYTES; the last has `tokens` and `done`."""
-    each = sum(row.nbytes for row in result.rows) // max(result.count, 1)
-    most = max(PART_BYTES // max(each, 1), 1)
-    parts = []
-    for at in range(0, result.count or 1, most):
-        rows_of_part = [row[at : at + most] for row in result.rows]
-        count = min(most, result.count - at)
-        parts.append(Reply(result.start + at, count, [], "", rows_of_part))
-    return [*parts[:-1], parts[-1]._replace(tokens=result.tokens, done=result.done)]

@@ -202,7 +202,7 @@ class TargetSlots:
                 f"{len(tokens)} tokens after {len(session.tokens)}: at most {self.chunk} at once, "
                 f"{session.total} in all"
             )
-        start, news, rows = session.length, list(tokens), []
+        news, rows = list(tokens), []
         if todo:
             size = self._fit(_read, [session], len(todo))
             padded_1T = np.zeros((1, size.width), np.int32)
@@ -213,11 +213,7 @@ class TargetSlots:
             rows = [_rows_of(leaf, 0, len(todo)) for leaf in leaves]
             if pick_root:
                 news.append(int(root_1[0]))
-        error = self._error_of(slot, session, news)
-        session.tokens += news
-        session.length += len(todo)
-        session.done = _done(session, news[-1:])
-        return Reply(start, len(todo), news, session.done, rows, error)
+        return self._commit(slot, len(todo), news, rows)
 
     def verify(self, requests: Sequence[DraftRequest]) -> list[Reply]:
         """Verifies one draft per slot in a single pass of the target.
@@ -243,16 +239,23 @@ class TargetSlots:
         tree = _stacked(trees, size.rows, size.width)
         emitted_AD, count_A, leaves = self._run(_verify, served, tree)
         replies = []
-        for row, session in enumerate(sessions):
-            start, count = session.length, int(count_A[row])
-            news = emitted_AD[row, :count].tolist()
-            error = self._error_of(slots[row], session, news)
-            session.tokens += news
-            session.length += count
-            session.done = _done(session, news[-1:])
+        for row, slot in enumerate(slots):
+            count = int(count_A[row])
             rows = [_rows_of(leaf, row, count) for leaf in leaves]
-            replies.append(Reply(start, count, news, session.done, rows, error))
+            replies.append(self._commit(slot, count, emitted_AD[row, :count].tolist(), rows))
         return replies
+
+    def _commit(self, slot: int, count: int, news: list[int], rows: list[np.ndarray]) -> Reply:
+        """Adds a pass over `count` tokens to a session, with the tokens `news` that it commits."""
+        session = self._session(slot)
+        start, error = session.length, self._error_of(slot, session, news)
+        session.tokens += news
+        session.length += count
+        if session.tokens[-1] in session.stop_ids:
+            session.done = "stop"
+        elif len(session.tokens) >= session.total:
+            session.done = "length"
+        return Reply(start, count, news, session.done, rows, error)
 
     def _error_of(self, slot: int, session: Slot, news: Sequence[int]) -> str:
         """The error of a session whose logits are not finite, or ""; zeroes the slot's caches then.
@@ -398,12 +401,6 @@ def _stacked(trees: Sequence[Tree], rows: int, size: int) -> Tree:
     """Stacks the trees to a batch of `rows`; each padding row is a tree of one root."""
     blank = _tree_of(0, DraftRequest(0, (), ()), size)
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees, *[blank] * (rows - len(trees)))
-
-
-def _done(session: Slot, last: Sequence[int]) -> str:
-    if any(token in session.stop_ids for token in last):
-        return "stop"
-    return "length" if len(session.tokens) >= session.total else ""
 
 
 def _rows_of(leaf: np.ndarray, row: int, count: int) -> np.ndarray:

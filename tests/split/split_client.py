@@ -221,7 +221,7 @@ async def left_alone() -> None:
 
 def is_linked(answering: SplitClient) -> bool:
     """Whether an answer goes through a link just now."""
-    return answering.is_linked
+    return answering.session.link is not None
 
 
 def rest_until_linked(drafter: ToyDrafter, answering: SplitClient, most: int = 24) -> None:
@@ -253,7 +253,7 @@ def run_client(
             try:
                 found = await work(answering)
             finally:
-                await answering.close()
+                await answering.session.close()
             await left_alone()
             return found
 
