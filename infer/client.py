@@ -67,15 +67,8 @@ def main(arguments: list[str] | None = None) -> int | None:
     _check_drafter(args, client_drafter)
     server = None
     if not args.offline:
-        server = ServerAddress(
-            args.connect,
-            pairing_of(target, drafter),
-            token,
-            tls,
-            args.codec,
-            args.compress,
-            args.timeout,
-        )
+        given = (args.codec, args.compress, args.timeout)
+        server = ServerAddress(args.connect, pairing_of(target, drafter), token, tls, *given)
     stops = target.generation.eos_ids if args.stop_ids is None else args.stop_ids
     job = ClientJob(args, prompts, list(stops), sampling)
     with ThreadPoolExecutor(1, "drafter") as worker:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from infer.split_client.drafter import SequenceDrafter, chain_of
@@ -59,25 +59,24 @@ class SplitClient:
         self.text, self.counts, self.done = AnswerText(prompt, total, stop_ids), Counts(), ""
         self.session.begin(self.text, sampling, self.counts)
         await self.drafter.begin(self.text, sampling, self.counts)
-        if self.session.has_server:
+        if self.session.can_dial:
             yield self.text.event(await self._begin())
         while not self.done:
-            if self.session.link is None:
-                async with contextlib.aclosing(self._alone()) as events:
-                    async for event in events:
-                        yield event
-                continue
             try:
+                if self.session.link is None:
+                    async with contextlib.aclosing(self._alone()) as events:
+                        async for event in events:
+                            yield event
+                    continue
                 if self.options.stream:
                     reply = await self.session.next_part()
                     self.text.settle(reply.tokens)
                     self.done = reply.done
                 else:
                     await self._round()
+                yield self.text.event()
             except (ConnectionLost, Refused) as error:
                 yield self.text.event(self.session.disconnect(error))
-            else:
-                yield self.text.event()
         await self.session.finish()
 
     async def stop(self, count: int) -> None:
@@ -145,49 +144,37 @@ class SplitClient:
     # ---- without a link -------------------------------------------------------------------
 
     async def _alone(self) -> AsyncIterator[AnswerEvent]:
-        """Decodes alone while a task reconnects; returns once linked, or when the answer ends."""
+        """Decodes alone while a task reconnects, until linked or until the answer ends.
+
+        Raises ConnectionLost if the new link fails, and Refused if the server refuses this client.
+        """
         begin = time.perf_counter()
         self.drafter.begin_tail()
         await self.drafter.absorb(self.session.take_held())
         joining = asyncio.create_task(self.session.join()) if self.session.can_dial else None
+        is_back = lambda: joining is not None and joining.done()
         missed = None
         try:
             yield self.text.event()
-            is_back = lambda: joining is not None and joining.done()
-            async with contextlib.aclosing(self._write(is_back)) as events:
-                async for event in events:
-                    yield event
+            while self.drafter.can_write and not self.text.is_written and not is_back():
+                if not await self.drafter.write(is_back):
+                    break
+                yield self.text.event()
+                await asyncio.sleep(0)
+            if self.text.is_written and self.options.policy == "keep" and not is_back():
+                self._end_alone()
             if joining is not None and not self.done:
                 missed = await self.session.backoff.wait_for(joining)
             if missed is None and not self.done:
                 self._end_alone()
-        except Refused as error:
-            yield self.text.event(self.session.disconnect(error))
-            return
         finally:
             self.counts.alone_s += time.perf_counter() - begin
             await ended(joining)
-        if self.done:
-            yield self.text.event()
-            return
-        try:
+        if not self.done:
             await self._settle_up(missed)
-        except (ConnectionLost, Refused) as error:
-            yield self.text.event(self.session.disconnect(error))
-        else:
             yield self.text.event("connected again")
-
-    async def _write(self, is_back: Callable[[], bool]) -> AsyncIterator[AnswerEvent]:
-        """Writes the tail in pieces until the answer ends or the link is back."""
-        while self.drafter.can_write and not self.text.is_written:
-            if not await self.drafter.write(is_back):
-                return
+        else:
             yield self.text.event()
-            await asyncio.sleep(0)
-            if is_back():
-                return
-        if self.text.is_written and self.options.policy == "keep":
-            self._end_alone()
 
     def _end_alone(self) -> None:
         """Ends the answer with its tail unverified."""

@@ -39,10 +39,6 @@ class ServerBusy(ConnectionLost):
 class Refused(InputError):
     """The server refuses this client for a permanent reason."""
 
-    def __init__(self, code: str, text: str) -> None:
-        self.code = code
-        super().__init__(text)
-
 
 class SessionExpired(ConnectionLost):
     """The server no longer has the session, or its state differs from the client's."""
@@ -140,7 +136,7 @@ class Link:
         except protocol.BadMessage as error:
             is_first = self._traffic.round_trip_s is None  # no server has sent a Welcome yet
             if is_first and isinstance(error, protocol.WrongVersion):
-                raise Refused("version", str(error)) from error
+                raise Refused(str(error)) from error
             raise ConnectionLost(f"the server sent a damaged message: {error}") from error
         if isinstance(message, protocol.Fault):
             raise _fault(message)
@@ -220,8 +216,7 @@ async def _socket(server: ServerAddress) -> ClientConnection:
         raise _refusal(server, error.response.status_code) from error
     except ssl.SSLCertVerificationError as error:
         raise Refused(
-            "certificate",
-            f"{server.url}: its certificate is not trusted ({error.verify_message}); see --tls-ca",
+            f"{server.url}: its certificate is not trusted ({error.verify_message}); see --tls-ca"
         ) from error
     # A redirect to an invalid address raises ValueError.
     except (websockets.WebSocketException, OSError, TimeoutError, ValueError) as error:
@@ -231,12 +226,12 @@ async def _socket(server: ServerAddress) -> ClientConnection:
 def _refusal(server: ServerAddress, status: int) -> Exception:
     """The exception for an HTTP status that the server sent instead of the upgrade."""
     if status == UNAUTHORIZED:
-        return Refused("token", "the server rejects this token; see --token-file")
+        return Refused("the server rejects this token; see --token-file")
     if status in (FORBIDDEN, NOT_FOUND):  # servers differ in the status for a wrong path
         line = f"{server.url}: nothing answers there: the path should be /v1/split"
         if status == FORBIDDEN:
             line += "; a gateway that adds an Origin header needs a server with a token"
-        return Refused("path", line)
+        return Refused(line)
     return ServerBusy(f"the server answered with status {status}; try again later")
 
 
@@ -246,7 +241,7 @@ def _fault(message: protocol.Fault) -> Exception:
         return SessionExpired(message.text)
     if message.code in ("busy", "draining"):
         return ServerBusy(message.text)
-    return Refused(message.code, f"the server refuses: {message.text}")
+    return Refused(f"the server refuses: {message.text}")
 
 
 def _as_line(error: BaseException) -> str:

@@ -88,7 +88,6 @@ class RemoteSession:
         options: ClientOptions,
     ) -> None:
         """`server` None never opens a link; `leaves` are the arrays of one token's rows."""
-        self.has_server = server is not None
         self.link: Link | None = None
         self.traffic = LinkTraffic()
         self.backoff = Backoff(options.reconnect_seconds)
@@ -106,7 +105,7 @@ class RemoteSession:
         self._held: list[TokenRows] = []  # parts of an incomplete reply
         self._received = 0  # received rows, including those in `_held`; in a stream, tokens - root
         self._before = dataclasses.replace(self.traffic)
-        self._is_denied = False  # the server refused this client: no more links for this answer
+        self.can_dial = self._server is not None  # False after a server has refused this client
         self.backoff.reset()
 
     async def finish(self) -> None:
@@ -121,14 +120,9 @@ class RemoteSession:
 
     # ---- the link -------------------------------------------------------------------------
 
-    @property
-    def can_dial(self) -> bool:
-        """Whether this answer may still get another link."""
-        return self.has_server and not self._is_denied
-
     async def connect(self) -> None:
         """Connects to the server, if one is configured; raises ConnectionLost or Refused."""
-        if self.has_server and self.link is None:
+        if self._server is not None and self.link is None:
             await self._dial()
 
     async def close(self) -> None:
@@ -151,7 +145,7 @@ class RemoteSession:
         if isinstance(error, SessionExpired):
             self._id = None
         if isinstance(error, Refused):  # no other link follows: the drafter decodes the rest
-            self._is_denied = True
+            self.can_dial = False
             return str(error)
         return f"link lost: {error}"
 

@@ -256,14 +256,15 @@ class Connection:
         """Executes a message; raises Refused if the message is not allowed now."""
         if isinstance(message, protocol.Hello):
             return await self._greet(message)
+        name = type(message).__name__
         if self._encoding is None:
-            raise Refused("state", f"{_name(message)} came before Hello")
+            raise Refused("state", f"{name} came before Hello")
         if isinstance(message, protocol.Open):
             return await self._open(message)
         if isinstance(message, protocol.Resume):
             return await self._resume(message)
         if self._session is None:
-            raise Refused("state", f"{_name(message)} came without a session")
+            raise Refused("state", f"{name} came without a session")
         if isinstance(message, protocol.Close):
             self._service.close(self._session, "done")
             self._session = None
@@ -382,10 +383,6 @@ async def _cancelled(*tasks: asyncio.Task[None] | None) -> None:
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-
-
-def _name(message: protocol.Up) -> str:
-    return type(message).__name__
 
 
 def _unauthorized() -> Response:

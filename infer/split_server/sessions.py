@@ -69,14 +69,13 @@ class ReplyBuffer:
     def __init__(self, seq: int, on_read: Callable[[], None] = lambda: None) -> None:
         """`on_read` is called after `read` yielded a part."""
         self.seq = seq
-        self.parts: list[bytes] = []
+        self.parts: list[tuple[bytes, int]] = []  # with their ends; see `add`
         self.known = 0  # `Resume.known`; parts up to this end are skipped
         self.complete = False
         self.refused: Refused | None = None
         self._on_read = on_read
         self._changed = asyncio.Event()
         self._num_read = 0
-        self._ends: list[int] = []  # per part: see `add`, or 0: never skipped
 
     @property
     def unread(self) -> int:
@@ -89,8 +88,7 @@ class ReplyBuffer:
         `end` is the part's first position plus its number of rows, or of tokens in a stream; a part
         with `end` 0 and the last part are never skipped.
         """
-        self.parts.append(part)
-        self._ends.append(0 if complete else end)
+        self.parts.append((part, 0 if complete else end))
         self.complete = complete
         self._wake()
 
@@ -107,8 +105,9 @@ class ReplyBuffer:
         index = 0
         while True:
             while index < len(self.parts):
-                if not 0 < self._ends[index] <= self.known:
-                    yield self.parts[index]
+                part, end = self.parts[index]
+                if not 0 < end <= self.known:
+                    yield part
                 index += 1
                 self._num_read = max(self._num_read, index)
                 self._on_read()
