@@ -69,9 +69,7 @@ class SplitClient:
                             yield event
                     continue
                 if self.options.stream:
-                    reply = await self.session.next_part()
-                    self.text.settle(reply.tokens)
-                    self.done = reply.done
+                    self.done = await self.session.next_part()
                 else:
                     await self._round()
                 yield self.text.event()
@@ -136,7 +134,6 @@ class SplitClient:
         Raises ConnectionLost, and changes nothing, for a reply that does not fit the last request.
         """
         reply = self.session.apply_reply(parts)
-        self.text.settle(reply.tokens, kept=reply.kept)
         self.done = reply.done
         await self.drafter.absorb(reply.parts)
         return reply.tokens

@@ -53,7 +53,6 @@ class CheckedReply(NamedTuple):
 
     tokens: list[int]  # committed by the reply
     done: str  # finish reason after these tokens, or ""
-    kept: bool = False  # the request gave these tokens; the target did not choose them
     parts: Sequence[TokenRows] = ()  # for the drafter's caches
 
 

@@ -2,7 +2,7 @@
 
     ensure_session  ensures a link and a session with all committed tokens
     ask, reply      send the next request; receive the messages of its reply
-    apply_reply     checks the complete reply before the client uses its content
+    apply_reply     checks the complete reply, then settles its tokens
     disconnect      gives up a lost link; `join` dials until a new link is open
 
 The session tracks the committed tokens of the answer and the number of their received rows, or of
@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from infer.split_client import replies
 from infer.split_client.link import (
     ConnectionLost,
     Link,
@@ -27,16 +28,6 @@ from infer.split_client.link import (
     Refused,
     ServerAddress,
     SessionExpired,
-)
-from infer.split_client.replies import (
-    CheckedReply,
-    SessionRequest,
-    TokenRows,
-    check,
-    given_text,
-    known_after,
-    stream_part,
-    unpacked,
 )
 from infer.split_client.state import AnswerText, ClientOptions, Counts
 from moa_jax.config import Sampling
@@ -93,16 +84,16 @@ class RemoteSession:
         self.backoff = Backoff(options.reconnect_seconds)
         self.was_served = False  # a server has opened a session for this or an earlier answer
         self._server, self._vocab_size, self._options = server, vocab_size, options
-        self._unpack = functools.partial(unpacked, leaves, server)
+        self._unpack = functools.partial(replies.unpacked, leaves, server)
 
     def begin(self, text: AnswerText, sampling: Sampling, counts: Counts) -> None:
         """Starts another answer; an open link is kept from the previous answer."""
         self._text, self._sampling, self._counts = text, sampling, counts
         self._id: str | None = None  # session id on the server
         self._seq = -1  # of the last received reply
-        self._request: SessionRequest | None = None  # the last sent request
+        self._request: replies.SessionRequest | None = None  # the last sent request
         self._streaming: int | None = None  # row of a stream's last part, -1 before the first
-        self._held: list[TokenRows] = []  # parts of an incomplete reply
+        self._held: list[replies.TokenRows] = []  # parts of an incomplete reply
         self._received = 0  # received rows, including those in `_held`; in a stream, tokens - root
         self._before = dataclasses.replace(self.traffic)
         self.can_dial = self._server is not None  # False after a server has refused this client
@@ -123,7 +114,7 @@ class RemoteSession:
     async def connect(self) -> None:
         """Connects to the server, if one is configured; raises ConnectionLost or Refused."""
         if self._server is not None and self.link is None:
-            await self._dial()
+            self.link = await Link.open(self._server, self._vocab_size, self.traffic)
 
     async def close(self) -> None:
         """Closes the connection with a closing handshake, if one is open."""
@@ -149,10 +140,6 @@ class RemoteSession:
             return str(error)
         return f"link lost: {error}"
 
-    async def _dial(self) -> None:
-        """Opens a link; raises ConnectionLost or Refused."""
-        self.link = await Link.open(self._server, self._vocab_size, self.traffic)
-
     # ---- the session ----------------------------------------------------------------------
 
     async def ensure_session(self) -> list[protocol.Committed]:
@@ -161,8 +148,7 @@ class RemoteSession:
         A session without an id is opened with all committed tokens. Raises ConnectionLost or
         Refused.
         """
-        if self.link is None:
-            await self._dial()
+        await self.connect()
         if self._id is not None:
             try:
                 return await self._resumed()
@@ -236,7 +222,7 @@ class RemoteSession:
         """Most draft nodes within the limits of the server and of the answer."""
         return min(self.link.welcome.max_nodes, self._text.room - 1)
 
-    async def ask(self, kind: type[SessionRequest], *fields: Any) -> None:
+    async def ask(self, kind: type[replies.SessionRequest], *fields: Any) -> None:
         """Sends the next request."""
         self._request = kind(self._seq + 1, *fields)
         await self.link.send(self._request)
@@ -254,9 +240,9 @@ class RemoteSession:
             part = await self.link.receive(protocol.Committed, patience=self._options.patience)
             if part.seq < seq and (stale := stale + 1) <= MOST_STALE:
                 continue
-            known = known_after(part, seq, known, self._text.total)
+            known = replies.known_after(part, seq, known, self._text.total)
             if part.more and not isinstance(self._request, protocol.Verify):
-                given = given_text(self._request, part, self._text)
+                given = replies.given_text(self._request, part, self._text)
                 self._held.append(self._unpack(part, given))
                 self._received = part.start + part.count
                 self.backoff.reset()
@@ -265,19 +251,19 @@ class RemoteSession:
             if not part.more:
                 return parts
 
-    def take_held(self) -> list[TokenRows]:
+    def take_held(self) -> list[replies.TokenRows]:
         """Returns the stored parts and clears the store."""
         found, self._held = self._held, []
         return found
 
-    def apply_reply(self, parts: Sequence[protocol.Committed]) -> CheckedReply:
-        """Checks a complete reply and returns its content.
+    def apply_reply(self, parts: Sequence[protocol.Committed]) -> replies.CheckedReply:
+        """Checks a complete reply, settles its tokens, and returns its content.
 
         Raises ConnectionLost, and changes nothing, for a reply that does not fit the last request.
         """
         request, tokens = self._request, parts[-1].tokens
         whole = [*self._text.committed, *tokens]
-        check(request, parts, self._text, self._received)
+        replies.check(request, parts, self._text, self._received)
         rows = [self._unpack(part, whole) for part in parts if part.count]
         self._seq, self._received = request.seq, len(whole) - 1
         if isinstance(request, protocol.Read):
@@ -288,20 +274,25 @@ class RemoteSession:
             self._counts.accept_lengths.append(len(tokens))
         if tokens:
             self.backoff.reset()
-        is_kept = isinstance(request, protocol.Read)
-        return CheckedReply(tokens, parts[-1].done, is_kept, [*self.take_held(), *rows])
+        # The target did not choose the tokens of Read: the request gave them.
+        self._text.settle(tokens, kept=isinstance(request, protocol.Read))
+        return replies.CheckedReply(tokens, parts[-1].done, [*self.take_held(), *rows])
 
-    async def next_part(self) -> CheckedReply:
-        """The next part of the target's stream; the first call sends the Stream request."""
+    async def next_part(self) -> str:
+        """Settles the next tokens of the target's stream; returns the finish reason, or "".
+
+        The first call sends the request. Raises ConnectionLost for a part that does not fit.
+        """
         begin = time.perf_counter()
         if self._streaming is None:
             await self.ask(protocol.Stream)
             self._streaming = -1
         part = await self.link.receive(protocol.Committed, patience=self._options.patience)
         self._counts.waiting_s += time.perf_counter() - begin
-        reply = stream_part(part, self._request.seq, self._streaming, self._text)
+        reply = replies.stream_part(part, self._request.seq, self._streaming, self._text)
         self._streaming = part.start
         self._received += len(reply.tokens)
+        self._text.settle(reply.tokens)
         if reply.tokens:
             self.backoff.reset()
-        return reply
+        return reply.done

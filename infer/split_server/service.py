@@ -64,6 +64,7 @@ class Service:
         self.limits, self.metrics = limits, metrics
         self._slots, self._log, self._clock, self._text_of = slots, log, clock, text_of
         self._sessions: dict[str, SplitSession] = {}
+        metrics.sessions.set_function(lambda: len(self._sessions))
         self._queue = SlotQueue(limits, metrics, self._evict)
         self._arrivals = itertools.count()
         self._turns = Turns[SplitSession](
@@ -137,7 +138,6 @@ class Service:
         await self._queue.take()
         session = SplitSession(request, encoding, owner)
         self._sessions[session.id] = session
-        self.metrics.sessions.set(len(self._sessions))
         self._enqueue(session)
         self._log(
             "open",
@@ -229,7 +229,6 @@ class Service:
         # The worker runs jobs in order, so the slot is closed before it is opened again.
         closing = self._on_worker(self._close_slot, session)
         closing.add_done_callback(functools.partial(self._note_failure, []))
-        self.metrics.sessions.set(len(self._sessions))
         self._queue.give_back()
         facts = {"tokens": session.length, "seq": session.reply.seq}
         self._log("close", session=session.id[:8], reason=reason, **session.counts, **facts)
@@ -248,12 +247,11 @@ class Service:
             if self._queue.num_waiting:  # a session may have lost its connection meanwhile
                 self._evict()
 
-    def _evict(self) -> bool:
-        """Ends the session that lost its connection first; False if all sessions are connected."""
+    def _evict(self) -> None:
+        """Ends the session that lost its connection first, if any did."""
         lost = [session for session in self._sessions.values() if session.owner is None]
         if lost:
             self.close(min(lost, key=lambda session: session.lost_at), "evicted")
-        return bool(lost)
 
     # ---- work loop ------------------------------------------------------------------------
 

@@ -32,11 +32,6 @@ class Refused(Exception):
         self.code, self.text = code, text
         super().__init__(text)
 
-    @property
-    def fatal(self) -> bool:
-        """Whether the refusal ends the connection."""
-        return self.code in FATAL
-
 
 @dataclasses.dataclass(frozen=True)
 class ServerLimits:
@@ -173,14 +168,15 @@ class SlotQueue:
     """Assigns slots in order of arrival, with a limit on queue length and waiting time."""
 
     def __init__(
-        self, limits: ServerLimits, metrics: ServerMetrics, evict: Callable[[], bool]
+        self, limits: ServerLimits, metrics: ServerMetrics, evict: Callable[[], None]
     ) -> None:
-        """`evict` frees the slot of a disconnected session, and returns False if none exists."""
+        """`evict` frees the slot of a disconnected session, if one exists."""
         self.closed = False
         self._limits, self._metrics, self._evict = limits, metrics, evict
         self._free = asyncio.Semaphore(limits.num_slots)
         self._waiting: set[asyncio.Timeout] = set()
         metrics.slots.set(limits.num_slots)
+        metrics.queue.set_function(lambda: self.num_waiting)
 
     @property
     def num_waiting(self) -> int:
@@ -206,7 +202,6 @@ class SlotQueue:
         try:
             async with wait:
                 self._waiting.add(wait)
-                self._metrics.queue.set(self.num_waiting)
                 await self._free.acquire()
         except TimeoutError:
             if self.closed:
@@ -214,7 +209,6 @@ class SlotQueue:
             raise Refused("busy", "no slot became free in time; retry later") from None
         finally:
             self._waiting.discard(wait)
-            self._metrics.queue.set(self.num_waiting)
         self._metrics.slots_used.inc()
 
     def give_back(self) -> None:

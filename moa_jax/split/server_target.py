@@ -208,7 +208,7 @@ class TargetSlots:
             padded_1T = np.zeros((1, size.width), np.int32)
             padded_1T[0, : len(todo)] = todo
             count_1 = np.array([len(todo)], np.int32)
-            served = self._served(size, [slot], [session], [everything])
+            served = self._served(size, [slot], [everything])
             root_1, leaves = self._run(_read, served, padded_1T, count_1)
             rows = [_rows_of(leaf, 0, len(todo)) for leaf in leaves]
             if pick_root:
@@ -234,8 +234,8 @@ class TargetSlots:
             _tree_of(session.tokens[-1], request, size.width)
             for request, session in zip(requests, sessions, strict=True)
         ]
-        slots, texts = [r.slot for r in requests], [session.tokens for session in sessions]
-        served = self._served(size, slots, sessions, texts)
+        slots = [request.slot for request in requests]
+        served = self._served(size, slots, [session.tokens for session in sessions])
         tree = _stacked(trees, size.rows, size.width)
         emitted_AD, count_A, leaves = self._run(_verify, served, tree)
         replies = []
@@ -299,7 +299,7 @@ class TargetSlots:
         else:
             given = (_stacked([], A, T),)
         form = jax.eval_shape(self._empty)
-        self._programs.compile(size.function, form, self._served(size, [], [], []), *given)
+        self._programs.compile(size.function, form, self._served(size, [], []), *given)
         self._ready.add(size)
 
     def _fit(self, function: Any, sessions: Sequence[Slot], width: int) -> PassSize:
@@ -341,11 +341,7 @@ class TargetSlots:
             raise InputError("two children of a node are the same token; send each once")
 
     def _served(
-        self,
-        size: PassSize,
-        slots: Sequence[int],
-        sessions: Sequence[Slot],
-        texts: Sequence[Sequence[int]],
+        self, size: PassSize, slots: Sequence[int], texts: Sequence[Sequence[int]]
     ) -> PassInputs:
         """The arrays of a pass: one row per session, then padding rows for the scratch slot.
 
@@ -353,23 +349,22 @@ class TargetSlots:
         """
         A = size.rows
         slot_A = np.full(A, self._scratch, np.int32)
-        length_A, total_A = np.zeros(A, np.int32), np.zeros(A, np.int32)
+        length_A, total_A, prompt_length_A = np.zeros((3, A), np.int32)
         stop_ids_AX = np.full((A, MOST_STOPS), -1, np.int32)
-        for row, session in enumerate(sessions):
-            slot_A[row], length_A[row], total_A[row] = slots[row], session.length, session.total
+        settings = [Sampling()] * A
+        for row, slot in enumerate(slots):
+            session = self._session(slot)
+            slot_A[row], settings[row] = slot, session.sampling
+            length_A[row], total_A[row] = session.length, session.total
+            prompt_length_A[row] = session.prompt_length
             stop_ids_AX[row, : len(session.stop_ids)] = sorted(session.stop_ids)
         limits = StopConditions(total_A, stop_ids_AX)
         if not size.sampled:
             return PassInputs(slot_A, length_A, limits, BatchSampling())
-        rows = [session.sampling for session in sessions]
-        batch_sampling = make_batch_sampling(
-            rows + [Sampling()] * (A - len(rows)), self.target.config.vocab_size, True
-        )
+        batch_sampling = make_batch_sampling(settings, self.target.config.vocab_size, True)
         text_AC = np.full((A, self.max_tokens), NO_TOKEN, np.int32)
         for text_C, text in zip(text_AC, texts, strict=False):
             text_C[: len(text)] = text
-        prompts = [session.prompt_length for session in sessions]
-        prompt_length_A = np.array(prompts + [0] * (A - len(prompts)), np.int32)
         return PassInputs(slot_A, length_A, limits, batch_sampling, prompt_length_A, text_AC)
 
     def _run(self, function: Any, *arrays: Any) -> Any:
