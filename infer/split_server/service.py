@@ -139,14 +139,8 @@ class Service:
         session = SplitSession(request, encoding, owner)
         self._sessions[session.id] = session
         self._enqueue(session)
-        self._log(
-            "open",
-            session=session.id[:8],
-            tokens=count,
-            replay=request.root_given,
-            known=request.known,
-            total=request.total,
-        )
+        facts = {"replay": request.root_given, "known": request.known, "total": request.total}
+        self._log("open", session=session.id[:8], tokens=count, **facts)
         self._log_text(session, request.tokens)
         return session
 

@@ -251,10 +251,9 @@ class TargetSlots:
         start, error = session.length, self._error_of(slot, session, news)
         session.tokens += news
         session.length += count
-        if session.tokens[-1] in session.stop_ids:
-            session.done = "stop"
-        elif len(session.tokens) >= session.total:
-            session.done = "length"
+        is_full = len(session.tokens) >= session.total
+        is_stop = session.tokens[-1] in session.stop_ids
+        session.done = "stop" if is_stop else "length" if is_full else ""
         return Reply(start, count, news, session.done, rows, error)
 
     def _error_of(self, slot: int, session: Slot, news: Sequence[int]) -> str:

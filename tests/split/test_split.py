@@ -271,6 +271,16 @@ def test_split_long_prompts_come_in_chunks(pair, slots, drafter):
     slots.close(split.slot)
 
 
+def test_split_stop_ids_within_a_prompt_end_nothing(slots):
+    """A chunk of a prompt may end with one, as after each turn of a chat."""
+    slot = slots.open(Sampling(), [6], 20, 4)
+    assert slots.read(slot, [5, 6], pick_root=False).done == "stop"
+    (*_, root), done = slots.read(slot, [7, 8], pick_root=True)[2:4]
+    assert root != 6 and done == ""
+    assert slots.verify([DraftRequest(slot, [], [])])[0].tokens
+    slots.close(slot)
+
+
 def test_split_client_holds_less_than_the_pair(pair, drafter):
     whole = sum(leaf.size for leaf in jax.tree.leaves((pair.target.params, pair.drafter.params)))
     assert num_held(drafter) < whole
