@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import ssl
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -30,7 +32,6 @@ from infer.split_client.figures import figures_of, timed
 from infer.split_client.flags import add_pace_flags, add_row_flags
 from infer.split_client.link import ConnectionLost, ServerAddress, ServerBusy, check_url
 from infer.split_client.state import AnswerEvent, ClientOptions, Policy
-from moa_jax.config import DraftShape
 from moa_jax.decode.detokenize import GrowingText, Writer
 from moa_jax.decode.limits import CacheLimits, prompt_ids_of
 from moa_jax.decode.programs import bucket
@@ -62,27 +63,19 @@ def main(arguments: list[str] | None = None) -> int | None:
     for index, prompt in enumerate(prompts):
         _check(prompt, index, args.max_new_tokens, target)
     most = max(map(len, prompts)) + args.max_new_tokens
-    half = ClientDrafter(target, drafter, max_tokens=bucket(most))
-    _check_drafter(args, half)
+    client_drafter = ClientDrafter(target, drafter, max_tokens=bucket(most))
+    _check_drafter(args, client_drafter)
     server = None
     if not args.offline:
-        server = ServerAddress(
-            args.connect,
-            pairing_of(target, drafter),
-            token,
-            tls,
-            args.codec,
-            args.compress,
-            args.timeout,
-        )
+        given = (args.codec, args.compress, args.timeout)
+        server = ServerAddress(args.connect, pairing_of(target, drafter), token, tls, *given)
     stops = target.generation.eos_ids if args.stop_ids is None else args.stop_ids
-    job = ClientJob(args, writer, prompts, list(stops), sampling)
+    job = ClientJob(args, prompts, list(stops), sampling)
     with ThreadPoolExecutor(1, "drafter") as worker:
-        answering = SplitClient(half, server, options, worker)
+        answering = SplitClient(client_drafter, server, options, worker)
         try:
-            if not args.json:
-                return asyncio.run(_answer_all(answering, job, _Output(writer, args.stop)))
-            with GrowingDocument(_settings(args), prompts) as document:
+            whole = GrowingDocument(_settings(args), prompts) if args.json else nullcontext()
+            with whole as document:
                 output = _Output(writer, args.stop, document)
                 return asyncio.run(_answer_all(answering, job, output))
         except ConnectionLost as error:
@@ -97,7 +90,6 @@ class ClientJob(NamedTuple):
     """The prompts of one run and their shared settings."""
 
     args: argparse.Namespace
-    writer: Writer
     prompts: list[list[int]]
     stop_ids: list[int]
     sampling: Any
@@ -158,8 +150,9 @@ def _add_drafting_flags(parser: argparse.ArgumentParser) -> None:
 
 def options_of(args: argparse.Namespace) -> ClientOptions:
     """The flags as `ClientOptions`; raises InputError for flags that contradict each other."""
-    tree = (args.depth, args.breadth, args.total_tokens)
-    if args.mode != "tree" and any(tree):
+    sizes = {name: getattr(args, name) for name in ("depth", "breadth", "total_tokens")}
+    tree = {name: size for name, size in sizes.items() if size}
+    if args.mode != "tree" and tree:
         raise InputError("--depth, --breadth and --total-tokens describe a tree; add --mode tree")
     if args.mode != "chain" and args.lengths != ClientOptions().lengths:
         raise InputError("--lengths are those of chains; leave it out, or use --mode chain")
@@ -167,8 +160,7 @@ def options_of(args: argparse.Namespace) -> ClientOptions:
         raise InputError(f"--no-ahead: --mode {args.mode} drafts nothing; leave it out")
     shape = None
     if args.mode == "tree":
-        given = (DEFAULT_TREE.depth, DEFAULT_TREE.breadth, DEFAULT_TREE.total_tokens)
-        shape = DraftShape(*(own or other for own, other in zip(tree, given, strict=True)))
+        shape = dataclasses.replace(DEFAULT_TREE, **tree)
         if shape.depth < 2:
             raise InputError("--depth 1 drafts nothing; use --mode plain")
     return ClientOptions(
@@ -189,11 +181,11 @@ def _check(prompt: list[int], index: int, new: int, target: Target) -> None:
     CacheLimits(positions).check(index, len(prompt), new)
 
 
-def _check_drafter(args: argparse.Namespace, half: ClientDrafter) -> None:
+def _check_drafter(args: argparse.Namespace, client_drafter: ClientDrafter) -> None:
     """Raises InputError for a mode that this drafter does not support."""
     if args.offline and args.mode == "stream":
         raise InputError("--mode stream needs the target; leave out --offline")
-    if half.functions.draft_one is None and (args.offline or args.mode == "chain"):
+    if client_drafter.functions.draft_one is None and (args.offline or args.mode == "chain"):
         flag = "--offline" if args.offline else "--mode chain"
         raise InputError(f"{flag}: this drafter cannot write token by token; name another --draft")
 
@@ -217,15 +209,15 @@ def _tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
 
 async def _answer_all(answering: SplitClient, job: ClientJob, output: _Output) -> None:
     try:
-        await answering.connect()  # before programs are compiled, which takes a while
-        if answering.welcome is not None:
-            _check_lengths(job, answering.welcome)
-        await answering.warm(map(len, job.prompts))
+        await answering.session.connect()  # before programs are compiled, which takes a while
+        if answering.session.link is not None:
+            _check_lengths(job, answering.session.link.welcome)
+        await answering.drafter.warm(map(len, job.prompts))
         for index, prompt in enumerate(job.prompts):
             output.start()
             output.end(await _answer(answering, job, index, prompt, output))
     finally:
-        await answering.close()
+        await answering.session.close()
 
 
 def _check_lengths(job: ClientJob, welcome: Welcome) -> None:
@@ -275,7 +267,8 @@ class _Output:
         The length is in tokens, None without a stop string. Verified text is never retracted.
         """
         if self._document is not None:
-            up, down = answering.traffic.bytes_up, answering.traffic.bytes_down
+            traffic = answering.session.traffic
+            up, down = traffic.bytes_up, traffic.bytes_down
             self._document.rest["traffic"] = {"bytes_up": up, "bytes_down": down}
         self._show(answering.text.answer[: event.verified])
         if event.notice:

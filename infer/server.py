@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from infer.cli.flags.pair import add_pair_flags, load_pair
 from infer.cli.program import Parser, names, positive, run
@@ -42,6 +43,7 @@ from moa_jax.errors import InputError
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.server_target import PassSize, TargetSlots
 
+T = TypeVar("T")
 USUAL = 16  # nodes: enough for most drafts, such as chains of the default lengths
 SECRET = "--token-file"
 
@@ -136,28 +138,13 @@ def _server_limits_of(args: argparse.Namespace) -> ServerLimits:
         raise InputError(
             f"--warm {most}: drafts have at most {args.max_nodes + 1} nodes with the root; lower it"
         )
-    return ServerLimits(
-        num_slots=args.slots,
-        max_prompt=args.max_prompt,
-        max_tokens=args.max_tokens,
-        max_nodes=args.max_nodes,
-        chunk=args.chunk,
-        max_queue=args.max_queue,
-        queue_seconds=args.queue_seconds,
-        resume_seconds=args.resume_seconds,
-    )
+    return _from_flags(args, ServerLimits, num_slots=args.slots)
 
 
-def _connection_limits_of(args: argparse.Namespace, token: str | None) -> ConnectionLimits:
-    return ConnectionLimits(
-        token=token,
-        max_clients=args.max_clients,
-        max_message_bytes=args.max_message_bytes,
-        max_requests_per_second=args.max_requests_per_second,
-        hello_seconds=args.hello_seconds,
-        idle_seconds=args.idle_seconds,
-        send_seconds=args.send_seconds,
-    )
+def _from_flags(args: argparse.Namespace, kind: type[T], **more: Any) -> T:
+    """A dataclass whose fields are the flags of the same names, and `more`."""
+    names = {field.name for field in dataclasses.fields(kind)} & vars(args).keys()
+    return kind(**{name: getattr(args, name) for name in names}, **more)
 
 
 Compile = Callable[[], Awaitable[None]]
@@ -193,9 +180,8 @@ def _load(
         text_of = detokenizer_of(tokenizer, skip_special=False).decode
     service = Service(slots, limits, ServerMetrics(), log, text_of=text_of)
     pairing = pairing_of(target, drafter)
-    server = SplitServer(
-        service, pairing, target.config.vocab_size, _connection_limits_of(args, token), log
-    )
+    connection = _from_flags(args, ConnectionLimits, token=token)
+    server = SplitServer(service, pairing, target.config.vocab_size, connection, log)
     return server, functools.partial(_compile, slots, later, log)
 
 

@@ -39,11 +39,8 @@ class Child:
         The log and the ready file are `place` with the suffixes .log and .json. `env` is added to
         the environment of the parent process. `of` names the server in errors.
         """
-        self.name, self._ready = (
-            f"the server of {of}" if of else program,
-            place.with_suffix(".json"),
-        )
-        self._log = place.with_suffix(".log")
+        self.name = f"the server of {of}" if of else program
+        self._ready, self._log = place.with_suffix(".json"), place.with_suffix(".log")
         own = ["--port", "0", "--ready-file", str(self._ready)]
         # With -P a file in the current folder does not shadow the program.
         self._command = [sys.executable, "-P", "-m", program, *own, *flags]

@@ -21,18 +21,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from infer.split_client.drafter import SequenceDrafter, chain_of
-from infer.split_client.link import (
-    ConnectionLost,
-    LinkTraffic,
-    Refused,
-    ServerAddress,
-    SessionExpired,
-    ended,
-)
+from infer.split_client.link import ConnectionLost, Refused, ServerAddress, ended
 from infer.split_client.session import RemoteSession
 from infer.split_client.state import AnswerEvent, AnswerText, ClientOptions, Counts
 from moa_jax.config import Sampling
@@ -41,46 +34,19 @@ from moa_jax.split.client_drafter import ClientDrafter
 
 
 class SplitClient:
-    """Answers prompts one at a time."""
+    """Answers prompts one at a time, with a session on a server and a drafter."""
 
     def __init__(
         self,
-        half: ClientDrafter,
+        drafter: ClientDrafter,
         server: ServerAddress | None,
         options: ClientOptions,
         worker: ThreadPoolExecutor,
     ) -> None:
-        """Calls `half` only on the single thread of `worker`; `server` None decodes offline."""
+        """Calls `drafter` only on the single thread of `worker`; `server` None decodes offline."""
         self.options = options
-        self._session = RemoteSession(server, half.cfg.vocab_size, half.leaves, options)
-        self._drafter = SequenceDrafter(half, worker, options)
-
-    @property
-    def welcome(self) -> protocol.Welcome | None:
-        """The server's Welcome; None without a link."""
-        return self._session.link and self._session.link.welcome
-
-    @property
-    def is_linked(self) -> bool:
-        """Whether the client has a link."""
-        return self._session.link is not None
-
-    @property
-    def traffic(self) -> LinkTraffic:
-        """Bytes and round trip of all links so far."""
-        return self._session.traffic
-
-    async def connect(self) -> None:
-        """Connects to the server, if one is configured; raises ConnectionLost or Refused."""
-        await self._session.connect()
-
-    async def warm(self, prompts: Iterable[int]) -> None:
-        """Compiles the programs for prompts of these lengths."""
-        await self._drafter.warm(prompts)
-
-    async def close(self) -> None:
-        """Closes the connection, if one is open."""
-        await self._session.close()
+        self.session = RemoteSession(server, drafter.cfg.vocab_size, drafter.leaves, options)
+        self.drafter = SequenceDrafter(drafter, worker, options)
 
     async def answer(
         self, prompt: Sequence[int], total: int, stop_ids: Sequence[int], sampling: Sampling
@@ -91,36 +57,33 @@ class SplitClient:
         unreachable at the start, and Refused if the server refuses this client.
         """
         self.text, self.counts, self.done = AnswerText(prompt, total, stop_ids), Counts(), ""
-        self._session.begin(self.text, sampling, self.counts)
-        await self._drafter.begin(self.text, sampling, self.counts)
-        if self._session.has_server:
+        self.session.begin(self.text, sampling, self.counts)
+        await self.drafter.begin(self.text, sampling, self.counts)
+        if self.session.can_dial:
             yield self.text.event(await self._begin())
         while not self.done:
-            if not self.is_linked:
-                async with contextlib.aclosing(self._alone()) as events:
-                    async for event in events:
-                        yield event
-                continue
             try:
+                if self.session.link is None:
+                    async with contextlib.aclosing(self._alone()) as events:
+                        async for event in events:
+                            yield event
+                    continue
                 if self.options.stream:
-                    reply = await self._session.next_part()
-                    self.text.settle(reply.tokens)
-                    self.done = reply.done
+                    self.done = await self.session.next_part()
                 else:
                     await self._round()
-            except (ConnectionLost, SessionExpired, Refused) as error:
-                yield self.text.event(self._session.disconnect(error))
-            else:
                 yield self.text.event()
-        await self._session.finish()
+            except (ConnectionLost, Refused) as error:
+                yield self.text.event(self.session.disconnect(error))
+        await self.session.finish()
 
     async def stop(self, count: int) -> None:
         """Ends the answer early and keeps its first `count` tokens."""
         self.text.cut(count)
         self.done = "stop"
-        await self._session.finish()
+        await self.session.finish()
         if self.options.stream:
-            await self.close()  # discards the parts still in flight
+            await self.session.close()  # discards the parts still in flight
 
     # ---- with a link ----------------------------------------------------------------------
 
@@ -133,29 +96,27 @@ class SplitClient:
         """
         for is_last in (False, True):
             try:
-                await self._take(await self._session.ensure_session())
+                await self._take(await self.session.ensure_session())
                 return ""
-            except (ConnectionLost, SessionExpired) as error:
-                notice = self._session.disconnect(error)
-                if is_last and not self._session.was_served:
-                    raise (
-                        error if isinstance(error, ConnectionLost) else ConnectionLost(str(error))
-                    ) from error
+            except ConnectionLost as error:
+                notice = self.session.disconnect(error)
+                if is_last and not self.session.was_served:
+                    raise
             except Refused:
-                self._session.cut()
+                self.session.cut()
                 raise
         return notice
 
     async def _round(self) -> None:
         """One round: draft, send the draft, draft ahead, apply the reply."""
-        plan = await self._drafter.draft(self._session.room)
+        plan = await self.drafter.draft(self.session.room)
         begin = time.perf_counter()
-        await self._session.ask(protocol.Verify, plan.tokens, plan.parents)
-        reply, ends = asyncio.create_task(self._session.reply()), []
+        await self.session.ask(protocol.Verify, plan.tokens, plan.parents)
+        reply, ends = asyncio.create_task(self.session.reply()), []
         # The round trip ends when the reply arrives, even if a token is still being drafted.
         reply.add_done_callback(lambda _: ends.append(time.perf_counter()))
         try:
-            await self._drafter.draft_ahead(plan, reply.done)
+            await self.drafter.draft_ahead(plan, reply.done)
             waiting = time.perf_counter()
             parts = await reply
         finally:
@@ -165,65 +126,52 @@ class SplitClient:
         committed = await self._take(parts)
         self.counts.ahead += plan.ahead
         self.counts.round_trips_s.append(seconds)
-        self._drafter.saw_reply(plan, committed, seconds)
+        self.drafter.saw_reply(plan, committed, seconds)
 
     async def _take(self, parts: Sequence[protocol.Committed]) -> list[int]:
         """Applies a complete reply to the sequence and the caches; returns its tokens.
 
         Raises ConnectionLost, and changes nothing, for a reply that does not fit the last request.
         """
-        reply = self._session.apply_reply(parts)
-        self.text.settle(reply.tokens, kept=reply.kept)
+        reply = self.session.apply_reply(parts)
         self.done = reply.done
-        await self._drafter.absorb(reply.parts)
+        await self.drafter.absorb(reply.parts)
         return reply.tokens
 
     # ---- without a link -------------------------------------------------------------------
 
     async def _alone(self) -> AsyncIterator[AnswerEvent]:
-        """Decodes alone while a task reconnects; returns once linked, or when the answer ends."""
+        """Decodes alone while a task reconnects, until linked or until the answer ends.
+
+        Raises ConnectionLost if the new link fails, and Refused if the server refuses this client.
+        """
         begin = time.perf_counter()
-        self._drafter.begin_tail()
-        await self._drafter.absorb(self._session.take_held())
-        joining = asyncio.create_task(self._session.join()) if self._session.can_dial else None
+        self.drafter.begin_tail()
+        await self.drafter.absorb(self.session.take_held())
+        joining = asyncio.create_task(self.session.join()) if self.session.can_dial else None
+        is_back = lambda: joining is not None and joining.done()
         missed = None
         try:
             yield self.text.event()
-            is_back = lambda: joining is not None and joining.done()
-            async with contextlib.aclosing(self._write(is_back)) as events:
-                async for event in events:
-                    yield event
+            while self.drafter.can_write and not self.text.is_written and not is_back():
+                if not await self.drafter.write(is_back):
+                    break
+                yield self.text.event()
+                await asyncio.sleep(0)
+            if self.text.is_written and self.options.policy == "keep" and not is_back():
+                self._end_alone()
             if joining is not None and not self.done:
-                missed = await self._session.backoff.wait_for(joining)
+                missed = await self.session.backoff.wait_for(joining)
             if missed is None and not self.done:
                 self._end_alone()
-        except Refused as error:
-            yield self.text.event(self._session.disconnect(error))
-            return
         finally:
             self.counts.alone_s += time.perf_counter() - begin
             await ended(joining)
-        if self.done:
-            yield self.text.event()
-            return
-        try:
+        if not self.done:
             await self._settle_up(missed)
-        except (ConnectionLost, SessionExpired, Refused) as error:
-            yield self.text.event(self._session.disconnect(error))
-        else:
             yield self.text.event("connected again")
-
-    async def _write(self, is_back: Callable[[], bool]) -> AsyncIterator[AnswerEvent]:
-        """Writes the tail in pieces until the answer ends or the link is back."""
-        while self._drafter.can_write and not self.text.is_written:
-            if not await self._drafter.write(is_back):
-                return
+        else:
             yield self.text.event()
-            await asyncio.sleep(0)
-            if is_back():
-                return
-        if self.text.is_written and self.options.policy == "keep":
-            self._end_alone()
 
     def _end_alone(self) -> None:
         """Ends the answer with its tail unverified."""
@@ -236,23 +184,23 @@ class SplitClient:
         """Applies the missed reply; then the target verifies or commits the tail."""
         keeps = self.options.policy == "keep"
         if missed and keeps and self.text.differs(missed[-1].tokens):
-            missed = await self._session.reopen()  # replaces tokens never shown to a reader
+            missed = await self.session.reopen()  # replaces tokens never shown to a reader
         if missed:
             self._replace_tail(await self._take(missed))
         while self.text.unverified and not self.done:
             if keeps:
-                await self._session.ask(protocol.Read, list(self.text.unverified))
+                await self.session.ask(protocol.Read, list(self.text.unverified))
             else:
                 await self._verify_tail()
-            self._replace_tail(await self._take(await self._session.reply()))
+            self._replace_tail(await self._take(await self.session.reply()))
 
     def _replace_tail(self, tokens: Sequence[int]) -> None:
         """Updates the tail after the target committed `tokens` at its start."""
         if rewritten := self.text.replace_tail(tokens):
             self.counts.rewritten += rewritten
-            self._drafter.tail_rewritten()
+            self.drafter.tail_rewritten()
 
     async def _verify_tail(self) -> None:
         """Sends the tail as a draft."""
-        plan = chain_of(self.text.unverified[: self._session.room])
-        await self._session.ask(protocol.Verify, plan.tokens, plan.parents)
+        plan = chain_of(self.text.unverified[: self.session.room])
+        await self.session.ask(protocol.Verify, plan.tokens, plan.parents)

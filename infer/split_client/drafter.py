@@ -2,8 +2,8 @@
 
     rows   the target's (known)  | blank, of the prompt | root | the drafter's own (up to fed)
 
-No other module calls `half` or tracks its rows. This module is independent of the server: replies
-arrive as rows, and a callback `enough` ends drafting.
+No other module calls the ClientDrafter or tracks its rows. This module is independent of the
+server: replies arrive as rows, and a callback `enough` ends drafting.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class SequenceDrafter:
     """Drafts for one sequence at a time."""
 
     def __init__(
-        self, half: ClientDrafter, worker: ThreadPoolExecutor, options: ClientOptions
+        self, drafter: ClientDrafter, worker: ThreadPoolExecutor, options: ClientOptions
     ) -> None:
-        """Calls `half` only on the single thread of `worker`."""
-        self._half, self._worker, self._options = half, worker, options
+        """Calls `drafter` only on the single thread of `worker`."""
+        self._drafter, self._worker, self._options = drafter, worker, options
         self._pace = DraftPace(options.levels) if options.levels else None
 
     async def warm(self, prompts: Iterable[int]) -> None:
@@ -60,7 +60,7 @@ class SequenceDrafter:
         replies = range(1, 2 + max(self._options.levels, default=0))
         parts = ((min(length, CHUNK), length % CHUNK) for length in prompts)
         counts = [*replies, *(count for pair in parts for count in pair)]
-        await self._on_half(self._half.warm, counts, self._options.shapes)
+        await self._on_worker(self._drafter.warm, counts, self._options.shapes)
 
     async def begin(self, text: AnswerText, sampling: Sampling, counts: Counts) -> None:
         """Starts another sequence with empty caches."""
@@ -69,12 +69,12 @@ class SequenceDrafter:
         self._blank = 0  # leading rows of the prompt, absorbed with zeros instead of target rows
         self._fed = 0  # leading rows that fit the whole sequence, including the drafter's own
         self._ahead: list[int] = []  # tokens drafted after the end of the sequence
-        await self._on_half(self._half.reset, sampling, len(text.prompt))
+        await self._on_worker(self._drafter.reset, sampling, len(text.prompt))
 
     async def absorb(self, parts: Iterable[TokenRows]) -> None:
         """Writes the target's rows to the caches."""
         for part in joined(parts, CHUNK):
-            await self._on_half(self._half.absorb, *part)
+            await self._on_worker(self._drafter.absorb, *part)
             self._known = max(self._known, part.start + len(part.tokens))
             if len(part.tokens) > EXACT:  # padding overwrote all later rows
                 self._blank = self._fed = 0
@@ -96,7 +96,8 @@ class SequenceDrafter:
         # The rows of a chain drafted ahead overwrite the tree's rows.
         shape = dataclasses.replace(self._options.shape, depth=1 + steps)
         begin = time.perf_counter()
-        tokens, parents = await self._drafting(self._half.tree, list(self._text.committed), shape)
+        text = list(self._text.committed)
+        tokens, parents = await self._drafting(self._drafter.tree, text, shape)
         self._pace.saw_draft(time.perf_counter() - begin, steps)
         return DraftPlan(tokens[:room], parents[:room])
 
@@ -109,7 +110,7 @@ class SequenceDrafter:
         """
         if self._pace is None or not self._options.draft_ahead:
             return
-        if self._half.functions.draft_one is None:
+        if self._drafter.functions.draft_one is None:
             return
         if not self._pace.has_time(plan.levels + 2 - len(self._ahead)):
             return
@@ -132,7 +133,7 @@ class SequenceDrafter:
     @property
     def can_write(self) -> bool:
         """Whether the drafter can decode without the target."""
-        return self._half.functions.draft_one is not None and not self._options.stream
+        return self._drafter.functions.draft_one is not None and not self._options.stream
 
     def begin_tail(self) -> None:
         """Starts the tail with the tokens drafted ahead, unless a tail exists."""
@@ -149,11 +150,11 @@ class SequenceDrafter:
         """
         blank = self._text.prompt[:-1]
         if self._filled < len(blank):  # the target has not processed the whole prompt
-            await self._on_half(self._half.absorb_nothing, blank, self._known)
+            await self._on_worker(self._drafter.absorb_nothing, blank, self._known)
             self._blank, self._fed = len(blank), 0
         whole, filled = self._text.whole, self._filled
         for end in range(max(filled, self._fed) + 1, len(whole)):
-            await self._drafting(self._half.chain, whole[:end], filled, 1)
+            await self._drafting(self._drafter.chain, whole[:end], filled, 1)
             self._fed = end
             if enough():
                 return False
@@ -176,7 +177,7 @@ class SequenceDrafter:
         """Drafts a chain after the whole sequence and the tokens `after`."""
         begin = time.perf_counter()
         text = [*self._text.whole, *after]
-        tokens = await self._drafting(self._half.chain, text, self._filled, steps)
+        tokens = await self._drafting(self._drafter.chain, text, self._filled, steps)
         if self._pace is not None:
             self._pace.saw_draft(time.perf_counter() - begin, len(tokens))
         return tokens
@@ -184,12 +185,12 @@ class SequenceDrafter:
     async def _drafting(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls `function` and counts its time as drafting; `slowdown` stretches the time."""
         begin = time.perf_counter()
-        found = await self._on_half(function, *arguments)
+        found = await self._on_worker(function, *arguments)
         seconds = time.perf_counter() - begin
         if self._options.slowdown > 1:
             await asyncio.sleep(seconds * (self._options.slowdown - 1))
         self._counts.drafting_s += time.perf_counter() - begin
         return found
 
-    def _on_half(self, function: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
+    def _on_worker(self, function: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)

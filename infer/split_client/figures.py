@@ -46,7 +46,7 @@ def figures_of(answering: SplitClient, prompt: list[int], times: AnswerTimes) ->
     later = len(tokens) - times.count
     rounds = len(counts.accept_lengths)
     trips = [1000 * seconds for seconds in counts.round_trips_s]
-    calls, trip_s = rounds + counts.prompts, answering.traffic.round_trip_s
+    calls, trip_s = rounds + counts.prompts, answering.session.traffic.round_trip_s
     return {
         "prompt_ids": prompt,
         "token_ids": tokens,

@@ -1,7 +1,8 @@
 """One connection of a client: a Hello handshake, then messages, each with a deadline.
 
-Two kinds of errors: after `ConnectionLost` (the network or the server failed) a retry may succeed;
-after `Refused` (the server answered and refuses this client) a retry cannot succeed.
+Two kinds of errors: after `ConnectionLost` (the network or the server failed, or the session is
+gone) a retry may succeed; after `Refused` (the server answered and refuses this client) a retry
+cannot succeed.
 """
 
 from __future__ import annotations
@@ -38,12 +39,8 @@ class ServerBusy(ConnectionLost):
 class Refused(InputError):
     """The server refuses this client for a permanent reason."""
 
-    def __init__(self, code: str, text: str) -> None:
-        self.code = code
-        super().__init__(text)
 
-
-class SessionExpired(Exception):
+class SessionExpired(ConnectionLost):
     """The server no longer has the session, or its state differs from the client's."""
 
 
@@ -85,10 +82,7 @@ class Link:
 
     @classmethod
     async def open(cls, server: ServerAddress, vocab_size: int, traffic: LinkTraffic) -> Link:
-        """Connects and completes the handshake.
-
-        Raises ConnectionLost, SessionExpired or Refused.
-        """
+        """Connects and completes the handshake; raises ConnectionLost or Refused."""
         limits = protocol.MessageLimits(
             max_tokens=protocol.LARGEST,
             max_nodes=(1 << 16) - 1,
@@ -139,12 +133,11 @@ class Link:
         self._traffic.bytes_down += len(data)
         try:
             message = protocol.decode_down(data, self._limits)
-        except protocol.WrongVersion as error:
-            if self._traffic.round_trip_s is None:  # no server has sent a Welcome yet
-                raise Refused("version", str(error)) from error
-            raise ConnectionLost(f"the server sent a damaged message: {error}") from error
         except protocol.BadMessage as error:
-            raise ConnectionLost(f"the server sent {error}") from error
+            is_first = self._traffic.round_trip_s is None  # no server has sent a Welcome yet
+            if is_first and isinstance(error, protocol.WrongVersion):
+                raise Refused(str(error)) from error
+            raise ConnectionLost(f"the server sent a damaged message: {error}") from error
         if isinstance(message, protocol.Fault):
             raise _fault(message)
         if not isinstance(message, kinds):
@@ -223,8 +216,7 @@ async def _socket(server: ServerAddress) -> ClientConnection:
         raise _refusal(server, error.response.status_code) from error
     except ssl.SSLCertVerificationError as error:
         raise Refused(
-            "certificate",
-            f"{server.url}: its certificate is not trusted ({error.verify_message}); see --tls-ca",
+            f"{server.url}: its certificate is not trusted ({error.verify_message}); see --tls-ca"
         ) from error
     # A redirect to an invalid address raises ValueError.
     except (websockets.WebSocketException, OSError, TimeoutError, ValueError) as error:
@@ -234,12 +226,12 @@ async def _socket(server: ServerAddress) -> ClientConnection:
 def _refusal(server: ServerAddress, status: int) -> Exception:
     """The exception for an HTTP status that the server sent instead of the upgrade."""
     if status == UNAUTHORIZED:
-        return Refused("token", "the server rejects this token; see --token-file")
+        return Refused("the server rejects this token; see --token-file")
     if status in (FORBIDDEN, NOT_FOUND):  # servers differ in the status for a wrong path
         line = f"{server.url}: nothing answers there: the path should be /v1/split"
         if status == FORBIDDEN:
             line += "; a gateway that adds an Origin header needs a server with a token"
-        return Refused("path", line)
+        return Refused(line)
     return ServerBusy(f"the server answered with status {status}; try again later")
 
 
@@ -249,7 +241,7 @@ def _fault(message: protocol.Fault) -> Exception:
         return SessionExpired(message.text)
     if message.code in ("busy", "draining"):
         return ServerBusy(message.text)
-    return Refused(message.code, f"the server refuses: {message.text}")
+    return Refused(f"the server refuses: {message.text}")
 
 
 def _as_line(error: BaseException) -> str:

@@ -18,35 +18,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 PRIOR = 0.7  # acceptance rate before the first measurement
-WEIGHT = 0.1  # of the newest observation in a running mean
+WEIGHT = 0.1  # of the newest observation in an acceptance rate
 RECENT = 15  # number of measured times in a median
-
-
-class RunningMean:
-    """An exponential moving average."""
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def add(self, value: float) -> None:
-        """Adds one observation."""
-        self.value += WEIGHT * (value - self.value)
-
-
-class RecentMedian:
-    """The median of recent times; a compilation or a lost packet hardly changes the median."""
-
-    def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=RECENT)
-
-    def add(self, value: float) -> None:
-        """Adds one observation."""
-        self._values.append(value)
-
-    @property
-    def value(self) -> float | None:
-        """The median; None before the first observation."""
-        return statistics.median(self._values) if self._values else None
 
 
 class NextDraft(NamedTuple):
@@ -63,38 +36,40 @@ class DraftPace:
         """`lengths` are the candidate numbers of drafted levels."""
         self.lengths = sorted(lengths)
         most = self.lengths[-1]
-        self._rates = {ahead: [RunningMean(PRIOR) for _ in range(most)] for ahead in (False, True)}
-        self.reply_s = RecentMedian()
-        self.token_s = RecentMedian()  # per drafted level
+        self._rates = {ahead: [PRIOR] * most for ahead in (False, True)}  # means per level
+        # A median hardly changes with a compilation or a lost packet.
+        self.reply_s: deque[float] = deque(maxlen=RECENT)
+        self.token_s: deque[float] = deque(maxlen=RECENT)  # per drafted level
 
     def saw_draft(self, seconds: float, steps: int) -> None:
         """Records that drafting `steps` levels took `seconds`."""
         if steps:
-            self.token_s.add(seconds / steps)
+            self.token_s.append(seconds / steps)
 
     def saw_reply(self, seconds: float, drafted: int, accepted: int, ahead: bool) -> None:
         """Records a round: the time of its reply, and its drafted and accepted levels."""
-        self.reply_s.add(seconds)
+        self.reply_s.append(seconds)
         rates = self._rates[ahead]
         for level in range(min(drafted, accepted + 1, len(rates))):
-            rates[level].add(float(level < accepted))
+            rates[level] += WEIGHT * ((level < accepted) - rates[level])
 
     def committed(self, steps: int, ahead: bool = False) -> float:
         """E(steps): mean number of tokens that a round with `steps` levels commits."""
         total = chance = 1.0
         for rate in self._rates[ahead][:steps]:
-            chance *= rate.value
+            chance *= rate
             total += chance
         return total
 
     def has_time(self, tokens: int) -> bool:
         """Whether drafting `tokens` ends before a reply; True until both times are measured."""
-        reply, token = self.reply_s.value, self.token_s.value
-        return reply is None or token is None or tokens * token <= reply
+        if not self.reply_s or not self.token_s:
+            return True
+        return tokens * statistics.median(self.token_s) <= statistics.median(self.reply_s)
 
     def choose(self, ahead: int = 0) -> NextDraft:
         """The fastest draft, given `ahead` tokens drafted ahead."""
-        reply, token = self.reply_s.value or 0.0, self.token_s.value or 0.0
+        reply, token = (statistics.median(times or [0.0]) for times in (self.reply_s, self.token_s))
         speed = lambda steps: self.committed(steps) / max(reply + steps * token, 1e-9)
         best = max(self.lengths, key=speed)
         kept = min(ahead, self.lengths[-1])

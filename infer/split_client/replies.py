@@ -53,7 +53,6 @@ class CheckedReply(NamedTuple):
 
     tokens: list[int]  # committed by the reply
     done: str  # finish reason after these tokens, or ""
-    kept: bool = False  # the request gave these tokens; the target did not choose them
     parts: Sequence[TokenRows] = ()  # for the drafter's caches
 
 
@@ -120,9 +119,9 @@ def check(
 def stream_part(part: protocol.Committed, seq: int, last: int, text: AnswerText) -> CheckedReply:
     """The new tokens of one part of stream `seq`.
 
-    The previous part started at row `last`. After a lost link a stream restarts from its first
-    part, so a part may repeat tokens that the client already has. Raises ConnectionLost for an
-    invalid part.
+    The previous part started at row `last`. After a lost link a server of an earlier release sends
+    a stream from its first part, so a part may repeat tokens that the client already has. Raises
+    ConnectionLost for an invalid part.
     """
     have = len(text.committed) - part.start - 1
     in_place = part.seq == seq and part.start > last

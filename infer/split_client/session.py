@@ -2,11 +2,11 @@
 
     ensure_session  ensures a link and a session with all committed tokens
     ask, reply      send the next request; receive the messages of its reply
-    apply_reply     checks the complete reply before the client uses its content
+    apply_reply     checks the complete reply, then settles its tokens
     disconnect      gives up a lost link; `join` dials until a new link is open
 
-The session tracks the committed tokens of the answer and the number of their received rows. It is
-independent of the drafter and of the reader of the answer.
+The session tracks the committed tokens of the answer and the number of their received rows, or of
+the received tokens of a stream. It is independent of the drafter and of the reader of the answer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from infer.split_client import replies
 from infer.split_client.link import (
     ConnectionLost,
     Link,
@@ -27,16 +28,6 @@ from infer.split_client.link import (
     Refused,
     ServerAddress,
     SessionExpired,
-)
-from infer.split_client.replies import (
-    CheckedReply,
-    SessionRequest,
-    TokenRows,
-    check,
-    given_text,
-    known_after,
-    stream_part,
-    unpacked,
 )
 from infer.split_client.state import AnswerText, ClientOptions, Counts
 from moa_jax.config import Sampling
@@ -88,25 +79,24 @@ class RemoteSession:
         options: ClientOptions,
     ) -> None:
         """`server` None never opens a link; `leaves` are the arrays of one token's rows."""
-        self.has_server = server is not None
         self.link: Link | None = None
         self.traffic = LinkTraffic()
         self.backoff = Backoff(options.reconnect_seconds)
         self.was_served = False  # a server has opened a session for this or an earlier answer
         self._server, self._vocab_size, self._options = server, vocab_size, options
-        self._unpack = functools.partial(unpacked, leaves, server)
+        self._unpack = functools.partial(replies.unpacked, leaves, server)
 
     def begin(self, text: AnswerText, sampling: Sampling, counts: Counts) -> None:
         """Starts another answer; an open link is kept from the previous answer."""
         self._text, self._sampling, self._counts = text, sampling, counts
         self._id: str | None = None  # session id on the server
         self._seq = -1  # of the last received reply
-        self._request: SessionRequest | None = None  # the last sent request
+        self._request: replies.SessionRequest | None = None  # the last sent request
         self._streaming: int | None = None  # row of a stream's last part, -1 before the first
-        self._held: list[TokenRows] = []  # parts of an incomplete reply
-        self._received = 0  # received rows, including those in `_held`
+        self._held: list[replies.TokenRows] = []  # parts of an incomplete reply
+        self._received = 0  # received rows, including those in `_held`; in a stream, tokens - root
         self._before = dataclasses.replace(self.traffic)
-        self._is_denied = False  # the server refused this client: no more links for this answer
+        self.can_dial = self._server is not None  # False after a server has refused this client
         self.backoff.reset()
 
     async def finish(self) -> None:
@@ -114,29 +104,17 @@ class RemoteSession:
         if self.link is not None:
             try:
                 await self.link.send(protocol.Close())
-            except (
-                ConnectionLost,
-                SessionExpired,
-                Refused,
-            ):  # the server detects the lost connection
-                self.cut()
+            except (ConnectionLost, Refused):
+                self.cut()  # the server detects the lost connection
         self._counts.bytes_up = self.traffic.bytes_up - self._before.bytes_up
         self._counts.bytes_down = self.traffic.bytes_down - self._before.bytes_down
 
     # ---- the link -------------------------------------------------------------------------
 
-    @property
-    def can_dial(self) -> bool:
-        """Whether this answer may still get another link."""
-        return self.has_server and not self._is_denied
-
     async def connect(self) -> None:
         """Connects to the server, if one is configured; raises ConnectionLost or Refused."""
-        if self.has_server and self.link is None:
-            try:
-                self.link = await self._dial()
-            except SessionExpired as error:
-                raise ConnectionLost(str(error)) from error
+        if self._server is not None and self.link is None:
+            self.link = await Link.open(self._server, self._vocab_size, self.traffic)
 
     async def close(self) -> None:
         """Closes the connection with a closing handshake, if one is open."""
@@ -151,76 +129,64 @@ class RemoteSession:
             self.link.abort()
         self.link = None
 
-    def disconnect(self, error: ConnectionLost | SessionExpired | Refused) -> str:
+    def disconnect(self, error: ConnectionLost | Refused) -> str:
         """Gives up the link after an error; returns a notice with the reason."""
         self._counts.drops += self.link is not None
         self.cut()
         if isinstance(error, SessionExpired):
             self._id = None
         if isinstance(error, Refused):  # no other link follows: the drafter decodes the rest
-            self._is_denied = True
+            self.can_dial = False
             return str(error)
         return f"link lost: {error}"
-
-    async def _dial(self) -> Link:
-        """Opens a new link, not yet used by the answer.
-
-        Raises ConnectionLost, SessionExpired or Refused.
-        """
-        return await Link.open(self._server, self._vocab_size, self.traffic)
 
     # ---- the session ----------------------------------------------------------------------
 
     async def ensure_session(self) -> list[protocol.Committed]:
-        """Ensures a link and a session; returns the reply that the client missed, or []."""
-        if self.link is None:
-            self.link = await self._dial()
-        return await self._joined(self.link)
+        """Ensures a link and a session; returns the reply that the client missed, or [].
+
+        A session without an id is opened with all committed tokens. Raises ConnectionLost or
+        Refused.
+        """
+        await self.connect()
+        if self._id is not None:
+            try:
+                return await self._resumed()
+            except SessionExpired:
+                self._id = None
+        return await self._opened()
 
     async def join(self) -> list[protocol.Committed]:
         """Like `ensure_session`, but retries until it succeeds; raises Refused."""
         while True:
             await self.backoff.pause()
             try:
-                link = await self._dial()
-                try:
-                    missed = await self._joined(link)
-                except BaseException:
-                    link.abort()
-                    raise
-            except (ConnectionLost, SessionExpired):
-                continue
-            self.link = link
-            return missed
+                return await self.ensure_session()
+            except ConnectionLost:
+                self.cut()
+            except BaseException:
+                self.cut()
+                raise
 
     async def reopen(self) -> list[protocol.Committed]:
         """Replaces a session whose tokens differ from the client's; returns the reply to Open."""
         await self.link.send(protocol.Close())
-        return await self._opened(self.link)
+        return await self._opened()
 
-    async def _joined(self, link: Link) -> list[protocol.Committed]:
-        """Resumes the session, or opens one with all committed tokens; returns the missed reply."""
-        if self._id is not None:
-            try:
-                return await self._resumed(link)
-            except SessionExpired:
-                self._id = None
-        return await self._opened(link)
-
-    async def _resumed(self, link: Link) -> list[protocol.Committed]:
+    async def _resumed(self) -> list[protocol.Committed]:
         """Resumes the session; returns the missed reply, or []. Raises SessionExpired."""
-        await link.send(protocol.Resume(self._id, self._seq, self._received))
-        found = await link.receive(protocol.Resumed)
+        await self.link.send(protocol.Resume(self._id, self._seq, self._received))
+        found = await self.link.receive(protocol.Resumed)
         if not max(self._seq, 0) <= found.seq <= self._request.seq:  # Open's reply has number 0
             raise SessionExpired(f"the server's last reply is {found.seq}: another session")
         self._streaming = None if found.seq == self._seq else -1
         if found.seq == self._seq or isinstance(self._request, protocol.Stream):
-            return []  # `next_part` receives the parts of a stream, from the first
+            return []  # `next_part` receives the parts of a stream
         if isinstance(self._request, protocol.Open):  # the server repeats the whole reply
-            await link.receive(protocol.Opened)
-        return await self._reply(link)
+            await self.link.receive(protocol.Opened)
+        return await self.reply()
 
-    async def _opened(self, link: Link) -> list[protocol.Committed]:
+    async def _opened(self) -> list[protocol.Committed]:
         """Opens a session with all committed tokens, and returns the reply.
 
         The tokens include the root once the answer has one, and the unverified tokens with policy
@@ -243,11 +209,11 @@ class RemoteSession:
             stop_ids=sorted(text.stops),
             sampling=protocol.sampling_fields(self._sampling),
         )
-        await link.send(self._request)
-        opened = await link.receive(protocol.Opened, patience=self._options.patience)
+        await self.link.send(self._request)
+        opened = await self.link.receive(protocol.Opened, patience=self._options.patience)
         self._id, self.was_served = opened.session, True
         self._counts.prompts += 1
-        return await self._reply(link)
+        return await self.reply()
 
     # ---- requests and replies -------------------------------------------------------------
 
@@ -256,7 +222,7 @@ class RemoteSession:
         """Most draft nodes within the limits of the server and of the answer."""
         return min(self.link.welcome.max_nodes, self._text.room - 1)
 
-    async def ask(self, kind: type[SessionRequest], *fields: Any) -> None:
+    async def ask(self, kind: type[replies.SessionRequest], *fields: Any) -> None:
         """Sends the next request."""
         self._request = kind(self._seq + 1, *fields)
         await self.link.send(self._request)
@@ -268,18 +234,15 @@ class RemoteSession:
         transfer these rows again. Skips repeats of earlier replies. Raises ConnectionLost for a
         part that leaves a gap.
         """
-        return await self._reply(self.link)
-
-    async def _reply(self, link: Link) -> list[protocol.Committed]:
         seq, known, stale = self._request.seq, self._received, 0
         parts: list[protocol.Committed] = []
         while True:
-            part = await link.receive(protocol.Committed, patience=self._options.patience)
+            part = await self.link.receive(protocol.Committed, patience=self._options.patience)
             if part.seq < seq and (stale := stale + 1) <= MOST_STALE:
                 continue
-            known = known_after(part, seq, known, self._text.total)
+            known = replies.known_after(part, seq, known, self._text.total)
             if part.more and not isinstance(self._request, protocol.Verify):
-                given = given_text(self._request, part, self._text)
+                given = replies.given_text(self._request, part, self._text)
                 self._held.append(self._unpack(part, given))
                 self._received = part.start + part.count
                 self.backoff.reset()
@@ -288,19 +251,19 @@ class RemoteSession:
             if not part.more:
                 return parts
 
-    def take_held(self) -> list[TokenRows]:
+    def take_held(self) -> list[replies.TokenRows]:
         """Returns the stored parts and clears the store."""
         found, self._held = self._held, []
         return found
 
-    def apply_reply(self, parts: Sequence[protocol.Committed]) -> CheckedReply:
-        """Checks a complete reply and returns its content.
+    def apply_reply(self, parts: Sequence[protocol.Committed]) -> replies.CheckedReply:
+        """Checks a complete reply, settles its tokens, and returns its content.
 
         Raises ConnectionLost, and changes nothing, for a reply that does not fit the last request.
         """
         request, tokens = self._request, parts[-1].tokens
         whole = [*self._text.committed, *tokens]
-        check(request, parts, self._text, self._received)
+        replies.check(request, parts, self._text, self._received)
         rows = [self._unpack(part, whole) for part in parts if part.count]
         self._seq, self._received = request.seq, len(whole) - 1
         if isinstance(request, protocol.Read):
@@ -311,19 +274,25 @@ class RemoteSession:
             self._counts.accept_lengths.append(len(tokens))
         if tokens:
             self.backoff.reset()
-        is_kept = isinstance(request, protocol.Read)
-        return CheckedReply(tokens, parts[-1].done, is_kept, [*self.take_held(), *rows])
+        # The target did not choose the tokens of Read: the request gave them.
+        self._text.settle(tokens, kept=isinstance(request, protocol.Read))
+        return replies.CheckedReply(tokens, parts[-1].done, [*self.take_held(), *rows])
 
-    async def next_part(self) -> CheckedReply:
-        """The next part of the target's stream; the first call sends the Stream request."""
+    async def next_part(self) -> str:
+        """Settles the next tokens of the target's stream; returns the finish reason, or "".
+
+        The first call sends the request. Raises ConnectionLost for a part that does not fit.
+        """
         begin = time.perf_counter()
         if self._streaming is None:
             await self.ask(protocol.Stream)
             self._streaming = -1
         part = await self.link.receive(protocol.Committed, patience=self._options.patience)
         self._counts.waiting_s += time.perf_counter() - begin
-        reply = stream_part(part, self._request.seq, self._streaming, self._text)
+        reply = replies.stream_part(part, self._request.seq, self._streaming, self._text)
         self._streaming = part.start
+        self._received += len(reply.tokens)
+        self._text.settle(reply.tokens)
         if reply.tokens:
             self.backoff.reset()
-        return reply
+        return reply.done

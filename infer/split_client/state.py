@@ -103,11 +103,7 @@ class AnswerText:
     @property
     def is_written(self) -> bool:
         """Whether the answer ends with the current tail."""
-        return (
-            bool(self.unverified)
-            and self.unverified[-1] in self.stops
-            or len(self.whole) >= self.total
-        )
+        return bool(self.end_of(self.whole))
 
     def end_of(self, tokens: Sequence[int]) -> str:
         """The finish reason after these tokens: "stop", "length", or "" if the answer goes on.

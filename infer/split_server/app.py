@@ -29,7 +29,7 @@ from infer.http.auth import is_bearer
 from infer.http.log import Log, place_of
 from infer.split_server.metrics import CONTENT_TYPE
 from infer.split_server.service import Service
-from infer.split_server.sessions import Encoding, Refused, ReplyBuffer, SplitSession
+from infer.split_server.sessions import FATAL, Encoding, Refused, ReplyBuffer, SplitSession
 from moa_jax.split import protocol
 from moa_jax.split.pairing import Pairing, mismatch
 from moa_jax.version import __version__
@@ -66,6 +66,7 @@ class SplitServer:
         self.service, self.pairing, self.limits, self.log = service, pairing, limits, log
         self.metrics = service.metrics
         self.connections: set[Connection] = set()
+        self.metrics.clients.set_function(lambda: len(self.connections))
         offered = service.limits
         # Messages may hold prompts above --max-prompt; the service refuses those.
         self.message_limits = protocol.MessageLimits(
@@ -104,12 +105,11 @@ class SplitServer:
     async def _split(self, websocket: WebSocket) -> None:
         """Serves one connection, or refuses the upgrade."""
         refusal = self._refusal(websocket)
-        if refusal is not None:
-            self.metrics.refused.labels(str(refusal.status_code)).inc()
-            self.log("refuse", status=refusal.status_code)
-            await websocket.send_denial_response(refusal)
-            return
-        await Connection(self, websocket).run()
+        if refusal is None:
+            return await Connection(self, websocket).run()
+        self.metrics.refused.labels(str(refusal.status_code)).inc()
+        self.log("refuse", status=refusal.status_code)
+        await websocket.send_denial_response(refusal)
 
     async def _health(self, request: Request) -> Response:
         """Status 200 while the server accepts sessions; 503 while it drains or its target fails."""
@@ -158,7 +158,6 @@ class Connection:
     async def run(self) -> None:
         """Serves the connection until it ends; client errors never raise."""
         self._server.connections.add(self)
-        self._server.metrics.clients.set(len(self._server.connections))
         client = self._websocket.client
         self._log("connect", client=client and client.host)
         reading = None
@@ -180,7 +179,6 @@ class Connection:
             self.end(None)
             await self._say_goodbye()
             self._server.connections.discard(self)
-            self._server.metrics.clients.set(len(self._server.connections))
             self._log("disconnect", **self._counts)
 
     def end(self, refused: Refused | None) -> None:
@@ -256,14 +254,15 @@ class Connection:
         """Executes a message; raises Refused if the message is not allowed now."""
         if isinstance(message, protocol.Hello):
             return await self._greet(message)
+        name = type(message).__name__
         if self._encoding is None:
-            raise Refused("state", f"{_name(message)} came before Hello")
+            raise Refused("state", f"{name} came before Hello")
         if isinstance(message, protocol.Open):
             return await self._open(message)
         if isinstance(message, protocol.Resume):
             return await self._resume(message)
         if self._session is None:
-            raise Refused("state", f"{_name(message)} came without a session")
+            raise Refused("state", f"{name} came without a session")
         if isinstance(message, protocol.Close):
             self._service.close(self._session, "done")
             self._session = None
@@ -338,8 +337,7 @@ class Connection:
         except (TimeoutError, WebSocketDisconnect, OSError):
             self.end(None)
         finally:
-            if self._reply is reply:
-                self._reply = None
+            self._reply = None
 
     def _spawn(self, sending: Coroutine[Any, Any, None]) -> None:
         """Runs `sending` as a task; an unexpected exception ends the connection."""
@@ -352,7 +350,7 @@ class Connection:
             self.end(None)
 
     async def _refuse(self, refused: Refused) -> None:
-        if refused.fatal:
+        if refused.code in FATAL:
             self.end(refused)
         else:
             await self._send_fault(refused, fatal=False)
@@ -382,10 +380,6 @@ async def _cancelled(*tasks: asyncio.Task[None] | None) -> None:
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-
-
-def _name(message: protocol.Up) -> str:
-    return type(message).__name__
 
 
 def _unauthorized() -> Response:

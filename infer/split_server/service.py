@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +32,7 @@ from infer.split_server.sessions import (
     ServerLimits,
     SlotQueue,
     SplitSession,
-    encoded,
-    in_parts,
+    encode_parts,
     without_known,
 )
 from moa_jax.config import Sampling
@@ -64,9 +64,9 @@ class Service:
         self.limits, self.metrics = limits, metrics
         self._slots, self._log, self._clock, self._text_of = slots, log, clock, text_of
         self._sessions: dict[str, SplitSession] = {}
+        metrics.sessions.set_function(lambda: len(self._sessions))
         self._queue = SlotQueue(limits, metrics, self._evict)
-        self._drafts: list[SplitSession] = []  # oldest first
-        self._readers: list[SplitSession] = []  # oldest first
+        self._arrivals = itertools.count()
         self._turns = Turns[SplitSession](
             prompts=self._to_read,
             left=lambda session: session.reading.left,
@@ -138,17 +138,9 @@ class Service:
         await self._queue.take()
         session = SplitSession(request, encoding, owner)
         self._sessions[session.id] = session
-        self.metrics.sessions.set(len(self._sessions))
-        self._readers.append(session)
-        self._wake.set()
-        self._log(
-            "open",
-            session=session.id[:8],
-            tokens=count,
-            replay=request.root_given,
-            known=request.known,
-            total=request.total,
-        )
+        self._enqueue(session)
+        facts = {"replay": request.root_given, "known": request.known, "total": request.total}
+        self._log("open", session=session.id[:8], tokens=count, **facts)
         self._log_text(session, request.tokens)
         return session
 
@@ -199,22 +191,22 @@ class Service:
                 raise Refused("state", f"{length} tokens in a session opened for {total} at most")
             session.length = length
             session.reading = PendingRead(request.tokens, False, has_root=True, is_new=True)
-            self._readers.append(session)
         elif isinstance(request, protocol.Stream):
             session.streaming = True
             session.draft = protocol.Verify(request.seq, [], [])
-            self._drafts.append(session)
         else:
             children = set(zip(request.parents, request.tokens, strict=True))
             if len(children) < len(request.tokens):
                 raise Refused("message", "two children of a node are the same token")
             session.draft = request
-            self._drafts.append(session)
-        session.reply = ReplyBuffer(request.seq)
-        if session.streaming:
-            session.reply.on_read = functools.partial(self._stream_on, session)
-        self._wake.set()
+        session.reply = ReplyBuffer(request.seq, functools.partial(self._stream_on, session))
+        self._enqueue(session)
         return session.reply
+
+    def _enqueue(self, session: SplitSession) -> None:
+        """Queues a session that has tokens to prefill or a draft."""
+        session.arrival = next(self._arrivals)
+        self._wake.set()
 
     def disconnect(self, session: SplitSession) -> None:
         """Marks the connection of a session as lost; the slot is kept for `resume_seconds`."""
@@ -229,11 +221,11 @@ class Service:
         if not session.reply.complete:
             session.reply.refuse(Refused("gone", f"this session has ended ({reason}): replay it"))
         # The worker runs jobs in order, so the slot is closed before it is opened again.
-        self._on_worker(self._close_slot, session).add_done_callback(self._note_failure)
-        self.metrics.sessions.set(len(self._sessions))
+        closing = self._on_worker(self._close_slot, session)
+        closing.add_done_callback(functools.partial(self._note_failure, []))
         self._queue.give_back()
-        facts = session.counts | {"tokens": session.length, "seq": session.reply.seq}
-        self._log("close", session=session.id[:8], reason=reason, **facts)
+        facts = {"tokens": session.length, "seq": session.reply.seq}
+        self._log("close", session=session.id[:8], reason=reason, **session.counts, **facts)
 
     # ---- sessions that lost their connection ----------------------------------------------
 
@@ -249,12 +241,11 @@ class Service:
             if self._queue.num_waiting:  # a session may have lost its connection meanwhile
                 self._evict()
 
-    def _evict(self) -> bool:
-        """Ends the session that lost its connection first; False if all sessions are connected."""
+    def _evict(self) -> None:
+        """Ends the session that lost its connection first, if any did."""
         lost = [session for session in self._sessions.values() if session.owner is None]
         if lost:
             self.close(min(lost, key=lambda session: session.lost_at), "evicted")
-        return bool(lost)
 
     # ---- work loop ------------------------------------------------------------------------
 
@@ -285,16 +276,15 @@ class Service:
             return True
 
     def _to_verify(self) -> list[SplitSession]:
-        """Sessions with a pending draft; drops sessions that were closed meanwhile."""
-        self._drafts = [session for session in self._drafts if session.draft is not None]
-        return self._drafts
+        """Sessions with a pending draft, the oldest first."""
+        found = [session for session in self._sessions.values() if session.draft is not None]
+        return sorted(found, key=lambda session: session.arrival)
 
     async def _verify(self, sessions: list[SplitSession]) -> None:
         """Verifies the drafts of `sessions` in one pass."""
         batch = [(session, session.draft) for session in sessions]
         for session in sessions:
-            session.draft = None
-        self._to_verify()  # removes them; their next drafts may arrive during the pass
+            session.draft = None  # the next draft may arrive during the pass
         began = time.perf_counter()
         results = await self._on_worker(self._verify_slots, batch)
         self._failures = 0
@@ -307,8 +297,7 @@ class Service:
             drafted, accepted = len(draft.tokens), max(result.count - 1, 0)
             session.length += len(result.tokens)
             session.finished = result.done
-            for name, count in (("rounds", 1), ("drafted", drafted), ("accepted", accepted)):
-                session.counts[name] += count
+            session.counts.update(rounds=1, drafted=drafted, accepted=accepted)
             self.metrics.count_draft(drafted, accepted, len(result.tokens))
             if not session.streaming:
                 self._publish(session, result, last=True)
@@ -328,13 +317,12 @@ class Service:
         if session.paused and not session.closed and session.reply.unread < MOST_UNREAD:
             session.paused = False
             session.draft = protocol.Verify(session.reply.seq, [], [])
-            self._drafts.append(session)
-            self._wake.set()
+            self._enqueue(session)
 
     def _to_read(self) -> list[SplitSession]:
-        """Sessions with tokens to prefill; drops sessions that were closed meanwhile."""
-        self._readers = [session for session in self._readers if session.reading is not None]
-        return self._readers
+        """Sessions with tokens to prefill, the oldest first."""
+        found = [session for session in self._sessions.values() if session.reading is not None]
+        return sorted(found, key=lambda session: session.arrival)
 
     async def _read_chunk(self, session: SplitSession) -> None:
         """Prefills the next chunk of a session's pending tokens."""
@@ -360,7 +348,6 @@ class Service:
         if session.closed:
             return
         if last:
-            self._readers.remove(session)
             session.reading = None
             session.length += reading.pick_root
             session.finished = result.done
@@ -398,40 +385,19 @@ class Service:
         """Encodes a result on the encoder thread and adds its parts, in order, to the reply."""
         if session.closed or not (last or result.count or result.tokens):
             return
-        reply = session.reply
         self._log_text(session, result.tokens)
-        parts = in_parts(result)
-        for part in parts:
-            ends = last and part is parts[-1]
-            coding = asyncio.get_running_loop().run_in_executor(
-                self._encoder, encoded, reply.seq, part, session.encoding, not ends
-            )
-            end = part.start + part.count if part.count else 0
-            adding = functools.partial(self._add_part, session, reply, ends, end)
-            coding.add_done_callback(adding)
-
-    def _add_part(
-        self,
-        session: SplitSession,
-        reply: ReplyBuffer,
-        last: bool,
-        end: int,
-        coding: asyncio.Future[bytes],
-    ) -> None:
-        if coding.cancelled():
-            return
-        if error := coding.exception():
-            self._fail([session], error)
-        else:
-            reply.add(coding.result(), last, end)
+        loop = asyncio.get_running_loop()
+        given = (loop, session.reply, result, last, session.encoding)
+        encoding = loop.run_in_executor(self._encoder, encode_parts, *given)
+        encoding.add_done_callback(functools.partial(self._note_failure, [session]))
 
     def _log_text(self, session: SplitSession, tokens: list[int]) -> None:
         if self._text_of is not None and tokens:
             self._log("text", session=session.id[:8], text=self._text_of(tokens))
 
-    def _note_failure(self, work: asyncio.Future[Any]) -> None:
+    def _note_failure(self, sessions: list[SplitSession], work: asyncio.Future[Any]) -> None:
         if not work.cancelled() and (error := work.exception()):
-            self._fail([], error)
+            self._fail(sessions, error)
 
     def _fail(self, sessions: list[SplitSession], error: BaseException) -> None:
         """Logs an internal exception and ends the sessions whose slots it may have corrupted."""

@@ -9,10 +9,9 @@ SlotQueue      slot assignment, and the queue of clients that wait for a slot
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import secrets
-from collections import deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
@@ -32,11 +31,6 @@ class Refused(Exception):
     def __init__(self, code: protocol.FaultCode, text: str) -> None:
         self.code, self.text = code, text
         super().__init__(text)
-
-    @property
-    def fatal(self) -> bool:
-        """Whether the refusal ends the connection."""
-        return self.code in FATAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +61,16 @@ class Encoding(NamedTuple):
 class ReplyBuffer:
     """The encoded parts of the reply to one request, kept until the next request."""
 
-    def __init__(self, seq: int) -> None:
+    def __init__(self, seq: int, on_read: Callable[[], None] = lambda: None) -> None:
+        """`on_read` is called after `read` yielded a part."""
         self.seq = seq
-        self.parts: list[bytes] = []
-        self.known = 0  # rows that the client has; parts without further rows are skipped
+        self.parts: list[tuple[bytes, int]] = []  # with their ends; see `add`
+        self.known = 0  # `Resume.known`; parts up to this end are skipped
         self.complete = False
         self.refused: Refused | None = None
-        self.on_read: Callable[[], None] | None = None  # called after `read` yielded a part
+        self._on_read = on_read
         self._changed = asyncio.Event()
         self._num_read = 0
-        self._ends: list[int] = []  # per part: last row + 1, or 0: never skipped
 
     @property
     def unread(self) -> int:
@@ -84,9 +78,12 @@ class ReplyBuffer:
         return len(self.parts) - self._num_read
 
     def add(self, part: bytes, complete: bool, end: int = 0) -> None:
-        """Appends a part whose last row is `end` - 1 (0: no rows), and wakes the readers."""
-        self.parts.append(part)
-        self._ends.append(0 if complete else end)
+        """Appends a part and wakes the readers.
+
+        `end` is the part's first position plus its number of rows, or of tokens in a stream; a part
+        with `end` 0 and the last part are never skipped.
+        """
+        self.parts.append((part, 0 if complete else end))
         self.complete = complete
         self._wake()
 
@@ -103,12 +100,12 @@ class ReplyBuffer:
         index = 0
         while True:
             while index < len(self.parts):
-                if not 0 < self._ends[index] <= self.known:
-                    yield self.parts[index]
+                part, end = self.parts[index]
+                if not 0 < end <= self.known:
+                    yield part
                 index += 1
                 self._num_read = max(self._num_read, index)
-                if self.on_read is not None:
-                    self.on_read()
+                self._on_read()
             if self.refused:
                 raise self.refused
             if self.complete:
@@ -162,7 +159,8 @@ class SplitSession:
         self.owner: Callable[[Refused], None] | None = owner  # None after a lost connection
         self.lost_at = 0.0  # time at which the connection was lost
         self.closed = False
-        self.counts = {"rounds": 0, "drafted": 0, "accepted": 0, "resumed": 0}
+        self.counts = Counter(rounds=0, drafted=0, accepted=0, resumed=0)
+        self.arrival = 0  # number of the pending read or draft; the oldest is served first
         self.reply.add(protocol.encode(protocol.Opened(self.id)), complete=False)
 
 
@@ -170,81 +168,82 @@ class SlotQueue:
     """Assigns slots in order of arrival, with a limit on queue length and waiting time."""
 
     def __init__(
-        self, limits: ServerLimits, metrics: ServerMetrics, evict: Callable[[], bool]
+        self, limits: ServerLimits, metrics: ServerMetrics, evict: Callable[[], None]
     ) -> None:
-        """`evict` frees the slot of a disconnected session, and returns False if none exists."""
+        """`evict` frees the slot of a disconnected session, if one exists."""
         self.closed = False
         self._limits, self._metrics, self._evict = limits, metrics, evict
-        self._free = limits.num_slots
-        self._queue: deque[asyncio.Future[None]] = deque()
+        self._free = asyncio.Semaphore(limits.num_slots)
+        self._waiting: set[asyncio.Timeout] = set()
         metrics.slots.set(limits.num_slots)
+        metrics.queue.set_function(lambda: self.num_waiting)
 
     @property
     def num_waiting(self) -> int:
         """Number of clients that wait for a slot."""
-        return len(self._queue)
+        return len(self._waiting)
 
     def close(self) -> None:
         """Refuses slots from now on, including to waiting clients."""
         self.closed = True
-        for waiter in self._queue:
-            if not waiter.done():
-                waiter.set_exception(_draining())
+        for wait in self._waiting:
+            if not wait.expired():
+                wait.reschedule(0)  # a time in the past: the wait ends at once
 
     async def take(self) -> None:
         """Waits for a slot; raises Refused if none becomes free in time."""
         if self.closed:
             raise _draining()
-        if self._free or (not self._queue and self._evict()):
-            self._free -= 1
-            self._update_gauges()
-            return
-        if len(self._queue) >= self._limits.max_queue:
+        if self._free.locked() and not self._waiting:
+            self._evict()
+        if self._free.locked() and self.num_waiting >= self._limits.max_queue:
             raise Refused("busy", "all slots are taken and the queue is full; retry later")
-        turn = asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
-        self._update_gauges()
+        wait = asyncio.timeout(self._limits.queue_seconds)
         try:
-            async with asyncio.timeout(self._limits.queue_seconds):
-                await turn
-        except BaseException as error:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self.give_back()  # a slot was assigned just as the wait ended
-            if isinstance(error, TimeoutError):
-                raise Refused("busy", "no slot became free in time; retry later") from None
-            raise
+            async with wait:
+                self._waiting.add(wait)
+                await self._free.acquire()
+        except TimeoutError:
+            if self.closed:
+                raise _draining() from None
+            raise Refused("busy", "no slot became free in time; retry later") from None
         finally:
-            with contextlib.suppress(ValueError):
-                self._queue.remove(turn)
-            self._update_gauges()
+            self._waiting.discard(wait)
+        self._metrics.slots_used.inc()
 
     def give_back(self) -> None:
         """Assigns the slot to the first waiting client, or frees it."""
-        while self._queue:
-            turn = self._queue.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                break
-        else:
-            self._free += 1
-        self._update_gauges()
-
-    def _update_gauges(self) -> None:
-        self._metrics.slots_used.set(self._limits.num_slots - self._free)
-        self._metrics.queue.set(len(self._queue))
+        self._metrics.slots_used.dec()
+        self._free.release()
 
 
 def _draining() -> Refused:
     return Refused("draining", "the server is shutting down; try another one, or try again later")
 
 
-def encoded(seq: int, result: Reply, encoding: Encoding, more: bool) -> bytes:
-    """Encodes one part of reply `seq` as a Committed message."""
-    data = rows.pack(result.rows, *encoding)
-    part = protocol.Committed(
-        seq, result.start, result.count, result.tokens, result.done, more, data
-    )
-    return protocol.encode(part)
+def encode_parts(
+    loop: asyncio.AbstractEventLoop,
+    reply: ReplyBuffer,
+    result: Reply,
+    last: bool,
+    encoding: Encoding,
+) -> None:
+    """Encodes a result in parts, and adds each part to the reply in the event loop.
+
+    A part has at most PART_BYTES, or one token. The last part has the tokens and `done`. `last`
+    states that the result completes the reply.
+    """
+    row_bytes = sum(row.nbytes for row in result.rows) // max(result.count, 1)
+    most = max(PART_BYTES // max(row_bytes, 1), 1)
+    for at in range(0, result.count or 1, most):
+        count = min(most, result.count - at)
+        is_end = at + count == result.count
+        tokens, done = (result.tokens, result.done) if is_end else ([], "")
+        data = rows.pack([row[at : at + count] for row in result.rows], *encoding)
+        start, ends = result.start + at, last and is_end
+        part = protocol.Committed(reply.seq, start, count, tokens, done, not ends, data)
+        position = start + max(count, len(tokens))  # a stream has tokens, no rows
+        loop.call_soon_threadsafe(reply.add, protocol.encode(part), ends, position)
 
 
 def without_known(result: Reply, known: int) -> Reply:
@@ -255,15 +254,3 @@ def without_known(result: Reply, known: int) -> Reply:
         count=result.count - skip,
         rows=[row[skip:] for row in result.rows],
     )
-
-
-def in_parts(result: Reply) -> list[Reply]:
-    """Splits a result into parts of at most PART_BYTES; the last has `tokens` and `done`."""
-    each = sum(row.nbytes for row in result.rows) // max(result.count, 1)
-    most = max(PART_BYTES // max(each, 1), 1)
-    parts = []
-    for at in range(0, result.count or 1, most):
-        rows_of_part = [row[at : at + most] for row in result.rows]
-        count = min(most, result.count - at)
-        parts.append(Reply(result.start + at, count, [], "", rows_of_part))
-    return [*parts[:-1], parts[-1]._replace(tokens=result.tokens, done=result.done)]

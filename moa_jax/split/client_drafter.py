@@ -196,13 +196,8 @@ class Fed(NamedTuple):
         """A RoundState without target caches."""
         token_counts = TokenCounts()
         if self.text_1C is not None:
-            of_text = (
-                self.batch_sampling,
-                self.text_1C,
-                self.prompt_length_1,
-                setup.target.vocab_size,
-            )
-            token_counts = sampling_lib.counts_in(*of_text)
+            text = (self.text_1C, self.prompt_length_1, setup.target.vocab_size)
+            token_counts = sampling_lib.counts_in(self.batch_sampling, *text)
         return RoundState(self.length_1, jnp.zeros(1, bool), token_counts, draft_cache=cache)
 
 

@@ -211,8 +211,9 @@ class Open:
 class Resume:
     """Resumes a session after a lost connection.
 
-    The server sends the last reply again if the client missed it, without parts that hold only
-    rows of the first `known` tokens.
+    The server sends the last reply again if the client missed it, without parts whose rows lie in
+    the first `known` rows. In a stream, `known` is the position of the last received token, and the
+    server leaves out the parts up to this token. A server may repeat parts that the client has.
     """
 
     session: SessionId

@@ -202,22 +202,18 @@ class TargetSlots:
                 f"{len(tokens)} tokens after {len(session.tokens)}: at most {self.chunk} at once, "
                 f"{session.total} in all"
             )
-        start, news, rows = session.length, list(tokens), []
+        news, rows = list(tokens), []
         if todo:
             size = self._fit(_read, [session], len(todo))
             padded_1T = np.zeros((1, size.width), np.int32)
             padded_1T[0, : len(todo)] = todo
             count_1 = np.array([len(todo)], np.int32)
-            served = self._served(size, [slot], [session], [everything])
+            served = self._served(size, [slot], [everything])
             root_1, leaves = self._run(_read, served, padded_1T, count_1)
             rows = [_rows_of(leaf, 0, len(todo)) for leaf in leaves]
             if pick_root:
                 news.append(int(root_1[0]))
-        error = self._error_of(slot, session, news)
-        session.tokens += news
-        session.length += len(todo)
-        session.done = _done(session, news[-1:])
-        return Reply(start, len(todo), news, session.done, rows, error)
+        return self._commit(slot, len(todo), news, rows)
 
     def verify(self, requests: Sequence[DraftRequest]) -> list[Reply]:
         """Verifies one draft per slot in a single pass of the target.
@@ -238,21 +234,27 @@ class TargetSlots:
             _tree_of(session.tokens[-1], request, size.width)
             for request, session in zip(requests, sessions, strict=True)
         ]
-        slots, texts = [r.slot for r in requests], [session.tokens for session in sessions]
-        served = self._served(size, slots, sessions, texts)
+        slots = [request.slot for request in requests]
+        served = self._served(size, slots, [session.tokens for session in sessions])
         tree = _stacked(trees, size.rows, size.width)
         emitted_AD, count_A, leaves = self._run(_verify, served, tree)
         replies = []
-        for row, session in enumerate(sessions):
-            start, count = session.length, int(count_A[row])
-            news = emitted_AD[row, :count].tolist()
-            error = self._error_of(slots[row], session, news)
-            session.tokens += news
-            session.length += count
-            session.done = _done(session, news[-1:])
+        for row, slot in enumerate(slots):
+            count = int(count_A[row])
             rows = [_rows_of(leaf, row, count) for leaf in leaves]
-            replies.append(Reply(start, count, news, session.done, rows, error))
+            replies.append(self._commit(slot, count, emitted_AD[row, :count].tolist(), rows))
         return replies
+
+    def _commit(self, slot: int, count: int, news: list[int], rows: list[np.ndarray]) -> Reply:
+        """Adds a pass over `count` tokens to a session, with the tokens `news` that it commits."""
+        session = self._session(slot)
+        start, error = session.length, self._error_of(slot, session, news)
+        session.tokens += news
+        session.length += count
+        is_full = len(session.tokens) >= session.total
+        is_stop = session.tokens[-1] in session.stop_ids
+        session.done = "stop" if is_stop else "length" if is_full else ""
+        return Reply(start, count, news, session.done, rows, error)
 
     def _error_of(self, slot: int, session: Slot, news: Sequence[int]) -> str:
         """The error of a session whose logits are not finite, or ""; zeroes the slot's caches then.
@@ -296,7 +298,7 @@ class TargetSlots:
         else:
             given = (_stacked([], A, T),)
         form = jax.eval_shape(self._empty)
-        self._programs.compile(size.function, form, self._served(size, [], [], []), *given)
+        self._programs.compile(size.function, form, self._served(size, [], []), *given)
         self._ready.add(size)
 
     def _fit(self, function: Any, sessions: Sequence[Slot], width: int) -> PassSize:
@@ -338,11 +340,7 @@ class TargetSlots:
             raise InputError("two children of a node are the same token; send each once")
 
     def _served(
-        self,
-        size: PassSize,
-        slots: Sequence[int],
-        sessions: Sequence[Slot],
-        texts: Sequence[Sequence[int]],
+        self, size: PassSize, slots: Sequence[int], texts: Sequence[Sequence[int]]
     ) -> PassInputs:
         """The arrays of a pass: one row per session, then padding rows for the scratch slot.
 
@@ -350,23 +348,22 @@ class TargetSlots:
         """
         A = size.rows
         slot_A = np.full(A, self._scratch, np.int32)
-        length_A, total_A = np.zeros(A, np.int32), np.zeros(A, np.int32)
+        length_A, total_A, prompt_length_A = np.zeros((3, A), np.int32)
         stop_ids_AX = np.full((A, MOST_STOPS), -1, np.int32)
-        for row, session in enumerate(sessions):
-            slot_A[row], length_A[row], total_A[row] = slots[row], session.length, session.total
+        settings = [Sampling()] * A
+        for row, slot in enumerate(slots):
+            session = self._session(slot)
+            slot_A[row], settings[row] = slot, session.sampling
+            length_A[row], total_A[row] = session.length, session.total
+            prompt_length_A[row] = session.prompt_length
             stop_ids_AX[row, : len(session.stop_ids)] = sorted(session.stop_ids)
         limits = StopConditions(total_A, stop_ids_AX)
         if not size.sampled:
             return PassInputs(slot_A, length_A, limits, BatchSampling())
-        rows = [session.sampling for session in sessions]
-        batch_sampling = make_batch_sampling(
-            rows + [Sampling()] * (A - len(rows)), self.target.config.vocab_size, True
-        )
+        batch_sampling = make_batch_sampling(settings, self.target.config.vocab_size, True)
         text_AC = np.full((A, self.max_tokens), NO_TOKEN, np.int32)
         for text_C, text in zip(text_AC, texts, strict=False):
             text_C[: len(text)] = text
-        prompts = [session.prompt_length for session in sessions]
-        prompt_length_A = np.array(prompts + [0] * (A - len(prompts)), np.int32)
         return PassInputs(slot_A, length_A, limits, batch_sampling, prompt_length_A, text_AC)
 
     def _run(self, function: Any, *arrays: Any) -> Any:
@@ -398,12 +395,6 @@ def _stacked(trees: Sequence[Tree], rows: int, size: int) -> Tree:
     """Stacks the trees to a batch of `rows`; each padding row is a tree of one root."""
     blank = _tree_of(0, DraftRequest(0, (), ()), size)
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees, *[blank] * (rows - len(trees)))
-
-
-def _done(session: Slot, last: Sequence[int]) -> str:
-    if any(token in session.stop_ids for token in last):
-        return "stop"
-    return "length" if len(session.tokens) >= session.total else ""
 
 
 def _rows_of(leaf: np.ndarray, row: int, count: int) -> np.ndarray:

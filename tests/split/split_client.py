@@ -70,8 +70,8 @@ def alone(text: Sequence[int], count: int) -> list[int]:
     return whole[len(text) :]
 
 
-class ToyHalf:
-    """`DraftHalf` with a hash for a drafter, which checks that its caches would hold the text."""
+class ToyDrafter:
+    """`ClientDrafter` with a hash for a drafter; checks that its caches would hold the text."""
 
     may_draft: Callable[[], bool] = staticmethod(lambda: True)  # until it is so, chains wait
 
@@ -159,9 +159,9 @@ class AnswerSeen:
         assert shown == self.tokens
 
 
-def num_held(half: ClientDrafter) -> int:
+def num_held(drafter: ClientDrafter) -> int:
     """Numbers that a client holds of drafter and target."""
-    return sum(leaf.size for leaf in jax.tree.leaves(half._weights))
+    return sum(leaf.size for leaf in jax.tree.leaves(drafter._weights))
 
 
 def server_at(port: int, **changes: Any) -> ServerAddress:
@@ -221,13 +221,13 @@ async def left_alone() -> None:
 
 def is_linked(answering: SplitClient) -> bool:
     """Whether an answer goes through a link just now."""
-    return answering.is_linked
+    return answering.session.link is not None
 
 
-def rest_until_linked(half: ToyHalf, answering: SplitClient, most: int = 24) -> None:
+def rest_until_linked(drafter: ToyDrafter, answering: SplitClient, most: int = 24) -> None:
     """A drafter that has written so many tokens alone waits for a link: the toy writes faster
     than anybody can dial."""
-    half.may_draft = lambda: is_linked(answering) or len(answering.text.unverified) < most
+    drafter.may_draft = lambda: is_linked(answering) or len(answering.text.unverified) < most
 
 
 def hurry(server: ServerAddress, options: ClientOptions, seconds: float = 0.5) -> None:
@@ -243,17 +243,17 @@ def run_client(
     server: ServerAddress | None,
     options: ClientOptions,
     work: Callable[[SplitClient], Any],
-    half: Any = None,
+    drafter: Any = None,
 ) -> Any:
     """What `work` finds with a client of its own, of which nothing is left in the end."""
 
     async def working() -> Any:
         with ThreadPoolExecutor(1) as worker:
-            answering = SplitClient(half or ToyHalf(), server, options, worker)
+            answering = SplitClient(drafter or ToyDrafter(), server, options, worker)
             try:
                 found = await work(answering)
             finally:
-                await answering.close()
+                await answering.session.close()
             await left_alone()
             return found
 
@@ -265,12 +265,12 @@ def ask(
     options: ClientOptions,
     prompt: Sequence[int],
     new: int,
-    half: Any = None,
+    drafter: Any = None,
     **given,
 ) -> AnswerSeen:
     """One answer of a client of its own."""
     work = lambda answering: answered(answering, prompt, new, **given)
-    return run_client(server, options, work, half)
+    return run_client(server, options, work, drafter)
 
 
 def ask_in_haste(

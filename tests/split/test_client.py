@@ -392,7 +392,7 @@ def test_split_client_decodes_each_token_of_a_long_answer_once(kind, stops, monk
     monkeypatch.setattr(Detokenizer, "growing", counted)
     writer = Writer(Letters())
     args = SimpleNamespace(max_new_tokens=new, stop=stops)
-    job = client.ClientJob(args, writer, [TOY_PROMPT], [], Sampling())
+    job = client.ClientJob(args, [TOY_PROMPT], [], Sampling())
     found = []
     document = SimpleNamespace(rest={}, add=found.append)
     show = client._Output(writer, stops, document if kind == "json" else None)

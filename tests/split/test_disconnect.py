@@ -24,7 +24,7 @@ from tests.split.split_client import (
     OPTIONS,
     PROMPT,
     TREE,
-    ToyHalf,
+    ToyDrafter,
     alone,
     answered,
     ask,
@@ -181,9 +181,10 @@ def test_disconnect_for_good_ends_alone(server):
 def test_disconnect_for_good_without_a_drafter_to_go_on(server):
     """A drafter that only makes trees waits for a link, and gives up in time."""
     with linked(server.port) as proxy:
-        half, options = ToyHalf(can_go_on=False), dataclasses.replace(TREE, reconnect_seconds=0.3)
+        drafter = ToyDrafter(can_go_on=False)
+        options = dataclasses.replace(TREE, reconnect_seconds=0.3)
         refuse = lambda index, _: proxy.refuse() if index == 5 else None
-        found = ask(server_at(proxy.port), options, PROMPT, NEW, half, act=refuse)
+        found = ask(server_at(proxy.port), options, PROMPT, NEW, drafter, act=refuse)
         assert found.done == "lost" and not any(found.kept)
         proxy.heal()
         options = dataclasses.replace(TREE, reconnect_seconds=30)
@@ -193,7 +194,7 @@ def test_disconnect_for_good_without_a_drafter_to_go_on(server):
                 proxy.refuse()
                 proxy.heal()
 
-        found = ask(server_at(proxy.port), options, PROMPT, NEW, half, act=blink)
+        found = ask(server_at(proxy.port), options, PROMPT, NEW, drafter, act=blink)
         assert found.tokens == plain(PROMPT, NEW) and found.counts.drops == 1
 
 
@@ -223,11 +224,11 @@ def test_disconnect_session_that_is_gone_is_replayed(server):
     """The slot was given away, or the server is another one: all tokens start it again."""
     for policy in ("verify", "keep"):
         options = dataclasses.replace(CHAIN, policy=policy)
-        half, gone = ToyHalf(), []
+        drafter, gone = ToyDrafter(), []
         with linked(server.port) as proxy:
 
-            def act(index, answering, proxy=proxy, half=half, gone=gone):
-                rest_until_linked(half, answering)
+            def act(index, answering, proxy=proxy, drafter=drafter, gone=gone):
+                rest_until_linked(drafter, answering)
                 is_back = is_linked(answering) and answering.counts.prompts > len(gone)
                 if index < 4 or len(gone) == 2 or not is_back:
                     return
@@ -240,7 +241,7 @@ def test_disconnect_session_that_is_gone_is_replayed(server):
                 server.wait(lambda: not sessions)
                 proxy.heal()
 
-            found = ask(server_at(proxy.port), options, PROMPT, 200, half, act=act)
+            found = ask(server_at(proxy.port), options, PROMPT, 200, drafter, act=act)
         assert len(gone) == 2 and found.counts.prompts >= 3
         found.check(policy)
         if policy == "verify":

@@ -67,7 +67,7 @@ def server(pair, facts):
 
 
 @pytest.fixture(scope="module")
-def half(pair):
+def client_drafter(pair):
     return ClientDrafter(pair.target, pair.drafter, max_tokens=64)
 
 
@@ -104,14 +104,16 @@ OPTIONS = {
     [*itertools.product([1], LAWS, OPTIONS), (0, "greedy", "chain"), (0, "sampled", "tree")],
     indirect=["pair"],
 )
-def test_disconnect_real_pair_writes_what_one_process_writes(pair, facts, server, half, law, name):
+def test_disconnect_real_pair_writes_what_one_process_writes(
+    pair, facts, server, client_drafter, law, name
+):
     (plain,) = pair.plain.generate([PROMPT], NEW, NO_STOP, LAWS[law])
     drops = 0
     for seed in range(6):
         with linked(server.port) as proxy:
             given = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.3)}
             work = lambda a, given=given: answered(a, PROMPT, NEW, **given)
-            found = run_client(at(proxy.port, facts), OPTIONS[name], work, half)
+            found = run_client(at(proxy.port, facts), OPTIONS[name], work, client_drafter)
             proxy.heal()
         assert found.tokens == plain.token_ids and found.done == "length"
         drops += found.counts.drops
@@ -119,14 +121,14 @@ def test_disconnect_real_pair_writes_what_one_process_writes(pair, facts, server
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_disconnect_real_pair_goes_on_from_what_was_kept(pair, facts, server, half, law):
+def test_disconnect_real_pair_goes_on_from_what_was_kept(pair, facts, server, client_drafter, law):
     """Behind each kept part stands what the target writes after exactly that text."""
     options = dataclasses.replace(OPTIONS["chain"], policy="keep")
     for seed in range(6):
         with linked(server.port) as proxy:
             given = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.25)}
             work = lambda a, given=given: answered(a, PROMPT, NEW, **given)
-            found = run_client(at(proxy.port, facts), options, work, half)
+            found = run_client(at(proxy.port, facts), options, work, client_drafter)
             proxy.heal()
         assert len(found.tokens) == NEW
         place = 0
@@ -168,11 +170,11 @@ def program(tmp_path):
 
 @pytest.fixture(scope="module")
 def demo():
-    """The bundled pair: its own plain decoding, the client's half, and facts."""
+    """The bundled pair: its own plain decoding, the client drafter, and facts."""
     target = load_target(DEMO / "target", jnp.float32)
     drafter = load_drafter(DEMO / "draft", target, dtype=jnp.float32)
-    half = ClientDrafter(describe_target(DEMO / "target"), drafter, max_tokens=512)
-    return Session(target), half, pairing_of(target, drafter)
+    client_drafter = ClientDrafter(describe_target(DEMO / "target"), drafter, max_tokens=512)
+    return Session(target), client_drafter, pairing_of(target, drafter)
 
 
 def questions(count: int, longest: int) -> list[list[int]]:
@@ -193,7 +195,7 @@ DEMO_OPTIONS = ClientOptions(lengths=(1, 3, 7), reconnect_seconds=240, patience=
 
 def test_disconnect_server_is_killed_and_comes_back(demo, program):
     """kill -9 in the middle of an answer; another process at the same port replays it."""
-    session, half, facts = demo
+    session, client_drafter, facts = demo
     process, port = program()
     (prompt,) = questions(1, 200)
     (plain,) = session.generate([prompt], 120, NO_STOP)
@@ -209,7 +211,7 @@ def test_disconnect_server_is_killed_and_comes_back(demo, program):
         return await answered(answering, prompt, 120, act=act, seconds=500)
 
     with ThreadPoolExecutor(1) as pool:
-        found = run_client(at(port, facts, 60), DEMO_OPTIONS, work, half)
+        found = run_client(at(port, facts, 60), DEMO_OPTIONS, work, client_drafter)
         starting[0].result()
     assert found.tokens == plain.token_ids and found.counts.drops == 1
     assert found.counts.prompts == 2 and not any(found.kept)
@@ -225,7 +227,7 @@ def test_disconnect_many_questions_over_five_networks(demo, program):
     links are cut, refused and reset at random bytes; messages come twice, late, never, cut short or
     again after a while; and one of the two servers is killed and comes back. All networks at once.
     """
-    session, half, facts = demo
+    session, client_drafter, facts = demo
     servers = {name: program() for name in (KILLED, "others")}
     prompts = questions(NUM_QUESTIONS, 400)
     middle = NUM_QUESTIONS // 2
@@ -256,7 +258,7 @@ def test_disconnect_many_questions_over_five_networks(demo, program):
 
             # What never comes costs as much as this.
             options = dataclasses.replace(DEMO_OPTIONS, patience=20)
-            found = run_client(at(proxy.port, facts, 20), options, work, half.twin())
+            found = run_client(at(proxy.port, facts, 20), options, work, client_drafter.twin())
             proxy.heal()
         return found
 
@@ -277,7 +279,7 @@ def memory_of(process: subprocess.Popen) -> float:
 
 def test_disconnect_soak_of_32_clients(demo, program):
     """Bounded in time by MOA_SOAK_SECONDS: right answers, and the server's memory is flat."""
-    session, half, facts = demo
+    session, client_drafter, facts = demo
     process, port = program(0, "--slots", "16", "--queue-seconds", "200")
     prompts = questions(8, 120)
     plain = [session.generate([prompt], 16, NO_STOP)[0].token_ids for prompt in prompts]
@@ -286,7 +288,7 @@ def test_disconnect_soak_of_32_clients(demo, program):
     with linked(port) as proxy:
 
         def one(number: int) -> int:
-            count, own = 0, half.twin()
+            count, own = 0, client_drafter.twin()
 
             async def work(answering):
                 nonlocal count

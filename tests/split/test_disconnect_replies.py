@@ -10,6 +10,7 @@ import pytest
 from infer.split_client.answering import SplitClient
 from infer.split_client.link import ConnectionLost
 from infer.split_client.state import ClientOptions
+from infer.split_server.sessions import ReplyBuffer
 from moa_jax.split import protocol
 from tests.split.split_client import (
     CHAIN,
@@ -18,7 +19,7 @@ from tests.split.split_client import (
     NEW,
     OPTIONS,
     PROMPT,
-    ToyHalf,
+    ToyDrafter,
     ask,
     ask_in_haste,
     hurry,
@@ -77,10 +78,10 @@ def test_disconnect_bits_that_flip_end_no_client(server, seed):
             changed[chance.randrange(min(len(changed), 120))] ^= 1 << chance.randrange(8)
         return [bytes(changed)]
 
-    half = ToyHalf()
-    half.absorb = lambda start, tokens, rows: half._put(start, "target", tokens)
+    drafter = ToyDrafter()
+    drafter.absorb = lambda start, tokens, rows: drafter._put(start, "target", tokens)
     options = dataclasses.replace(CHAIN, reconnect_seconds=1.0)
-    found = relays(server, spoil, options, half=half)
+    found = relays(server, spoil, options, drafter=drafter)
     assert found.done and len(found.tokens) <= NEW
 
 
@@ -120,6 +121,32 @@ def test_disconnect_session_that_never_began_is_opened_anew(server):
     found = relays(server, spoil)
     found.check()
     assert found.tokens == plain(PROMPT, NEW) and found.done == "length" and not to_do
+
+
+@pytest.mark.parametrize("skips", [True, False], ids=["this server", "an earlier server"])
+def test_disconnect_stream_goes_on_after_the_parts_that_came(server, skips, monkeypatch):
+    """A server that cannot skip streamed parts sends all of them again, as earlier ones do."""
+    if not skips:
+        add = ReplyBuffer.add
+        without_end = lambda reply, part, complete, end=0: add(reply, part, complete)
+        monkeypatch.setattr(ReplyBuffer, "add", without_end)
+    closed, parts = [], []
+
+    def spoil(message, seen):
+        part = protocol.decode_down(message, LIMITS)
+        if isinstance(part, protocol.Committed) and part.seq == 1:
+            if part.start == len(PROMPT) + 30 and not closed:
+                closed.append(part)
+                return [CLOSE]
+            parts.append(part.start)
+        return [message]
+
+    found = relays(server, spoil, OPTIONS["stream"])
+    found.check()
+    assert found.tokens == plain(PROMPT, NEW) and found.done == "length"
+    assert closed and found.counts.drops == 1
+    starts = range(len(PROMPT), len(PROMPT) + NEW - 1)
+    assert parts == ([*starts] if skips else [*starts[:30], *starts])
 
 
 FORGED = {
@@ -179,17 +206,17 @@ def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
 def test_disconnect_kept_tail_is_read_by_the_session_that_waited(server):
     """Nothing was missed: the server reads the tail, which stays unverified, and goes on."""
     options = dataclasses.replace(CHAIN, policy="keep", lengths=(1,), draft_ahead=False)
-    half = ToyHalf()
+    drafter = ToyDrafter()
     with linked(server.port) as proxy:
 
         def act(index, answering):
-            rest_until_linked(half, answering)
+            rest_until_linked(drafter, answering)
             if index == 4:
                 proxy.refuse()
             if len(answering.text.unverified) > 20:
                 proxy.heal()
 
-        found = ask(server_at(proxy.port), options, PROMPT, 200, half, act=act)
+        found = ask(server_at(proxy.port), options, PROMPT, 200, drafter, act=act)
     assert found.counts.prompts == 2
     found.check("keep")
     assert 20 < sum(found.kept) < 190 and not found.kept[-1]
@@ -197,7 +224,7 @@ def test_disconnect_kept_tail_is_read_by_the_session_that_waited(server):
 
 def test_disconnect_again_in_the_middle_of_a_long_tail(server, monkeypatch):
     """A padded reply hides the drafter's rows behind it: they are written again."""
-    half = ToyHalf()
+    drafter = ToyDrafter()
     monkeypatch.setattr("tests.split.split_client.guess", lambda text: next_token(list(text)))
     verify, calls = SplitClient._verify_tail, []
 
@@ -210,5 +237,5 @@ def test_disconnect_again_in_the_middle_of_a_long_tail(server, monkeypatch):
     monkeypatch.setattr(SplitClient, "_verify_tail", failing)
     with linked(server.port) as proxy:
         act = refuses_until(proxy, 100)
-        found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, half, act=act)
+        found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, drafter, act=act)
     assert found.tokens == plain(PROMPT, 300) and calls[0] > 100 and len(calls) > 2

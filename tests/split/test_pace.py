@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from statistics import median
 
 import pytest
 
@@ -69,8 +70,8 @@ def test_pace_is_not_impressed_by_one_delay():
     for _ in range(12):
         jolted.saw_draft(0.04, 8)
         jolted.saw_reply(0.03, 8, chance.choice([3, 4, 5]), ahead=False)
-    assert jolted.token_s.value == pytest.approx(steady.token_s.value)
-    assert jolted.reply_s.value == pytest.approx(steady.reply_s.value)
+    assert median(jolted.token_s) == pytest.approx(median(steady.token_s))
+    assert median(jolted.reply_s) == pytest.approx(median(steady.reply_s))
 
 
 def test_pace_takes_what_was_drafted_ahead_as_long_as_that_is_worth_it():
@@ -101,9 +102,9 @@ def test_pace_choice_is_the_best_by_its_own_law(seed):
         pace.saw_reply(chance.expovariate(20), drafted, accepted, chance.random() < 0.5)
         ready = chance.choice([0, 0, 1, 3, 9, 40])
         steps, ahead = pace.choose(ready)
-        reply, token = pace.reply_s.value or 0.0, pace.token_s.value or 0.0
+        reply, token = median(pace.reply_s or [0.0]), median(pace.token_s or [0.0])
         speeds = {k: pace.committed(k) / max(reply + k * token, 1e-9) for k in pace.lengths}
-        assert all(0 <= rate.value <= 1 for rates in pace._rates.values() for rate in rates)
+        assert all(0 <= rate <= 1 for rates in pace._rates.values() for rate in rates)
         if ahead:
             assert steps == min(ready, pace.lengths[-1])
             speed = pace.committed(steps, ahead=True) / max(reply, 1e-9)

@@ -35,14 +35,14 @@ TREE = DraftShape(4, 3, 8)
 class Split:
     """Both halves, and the client's side of a session: text and what the target has verified."""
 
-    def __init__(self, slots: TargetSlots, half: ClientDrafter, codec: str = "float32") -> None:
-        self.slots, self.half, self.codec = slots, half, codec
+    def __init__(self, slots: TargetSlots, drafter: ClientDrafter, codec: str = "float32") -> None:
+        self.slots, self.drafter, self.codec = slots, drafter, codec
         self.text: list[int] = []
         self.known = 0
         self.done = ""
 
     def open(self, prompt, sampling: Sampling, stop_ids=NO_STOP, new=NUM_NEW) -> None:
-        self.half.reset(sampling, len(prompt))
+        self.drafter.reset(sampling, len(prompt))
         self.slot = self.slots.open(sampling, stop_ids, len(prompt) + new, len(prompt))
         self.text = list(prompt)
         for start in range(0, len(prompt), self.slots.chunk):
@@ -54,15 +54,17 @@ class Split:
         self.text += reply.tokens[given:]
         self.done = reply.done
         data = pack(reply.rows, self.codec, True)
-        rows = unpack(data, reply.count, self.half.leaves, self.codec, True)
+        rows = unpack(data, reply.count, self.drafter.leaves, self.codec, True)
         if reply.count:
-            self.half.absorb(reply.start, self.text[reply.start : reply.start + reply.count], rows)
+            self.drafter.absorb(
+                reply.start, self.text[reply.start : reply.start + reply.count], rows
+            )
         self.known = reply.start + reply.count
 
     def draft(self, shape: DraftShape | int) -> DraftRequest:
         if isinstance(shape, DraftShape):
-            return DraftRequest(self.slot, *self.half.tree(self.text, shape))
-        tokens = self.half.chain(self.text, self.known, shape)
+            return DraftRequest(self.slot, *self.drafter.tree(self.text, shape))
+        tokens = self.drafter.chain(self.text, self.known, shape)
         return DraftRequest(self.slot, tokens, list(range(len(tokens))))
 
 
@@ -86,7 +88,7 @@ def slots(pair: Pair):
 
 
 @pytest.fixture(scope="module")
-def half(pair: Pair) -> ClientDrafter:
+def drafter(pair: Pair) -> ClientDrafter:
     """Made without the target's weights: it reads from its files what the drafter borrows."""
     described = describe_target(pair.target.folder)
     drafter = pair.drafter._replace(params=pair.drafter.params)
@@ -105,8 +107,8 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize("shape, sampling", WRITTEN)
-def test_split_writes_what_plain_decoding_writes(pair, slots, half, shape, sampling):
-    split, taus = Split(slots, half), []
+def test_split_writes_what_plain_decoding_writes(pair, slots, drafter, shape, sampling):
+    split, taus = Split(slots, drafter), []
     for prompt in PROMPTS:
         (plain,) = pair.plain.generate([prompt], NUM_NEW, NO_STOP, sampling)
         split.open(prompt, sampling)
@@ -125,9 +127,9 @@ def test_split_writes_what_plain_decoding_writes(pair, slots, half, shape, sampl
     [(4, DraftShape(5)), pytest.param(TREE, TREE, marks=pytest.mark.slow)],
     ids=["chain", "tree"],
 )
-def test_split_drafts_what_the_local_step_drafts(pair, slots, half, shape, local):
+def test_split_drafts_what_the_local_step_drafts(pair, slots, drafter, shape, local):
     """Accept lengths of every round are those of one process."""
-    split = Split(slots, half)
+    split = Split(slots, drafter)
     for prompt in PROMPTS:
         (found,) = pair.session(local).generate([prompt], NUM_NEW, NO_STOP)
         split.open(prompt, Sampling())
@@ -141,9 +143,9 @@ def test_split_drafts_what_the_local_step_drafts(pair, slots, half, shape, local
 
 
 @pytest.mark.slow
-def test_split_sessions_share_a_pass_without_touching_each_other(pair, slots, half):
+def test_split_sessions_share_a_pass_without_touching_each_other(pair, slots, drafter):
     """Three sessions of their own laws, in passes of one, two or three of them."""
-    splits = [Split(slots, half.twin()) for _ in PROMPTS]
+    splits = [Split(slots, drafter.twin()) for _ in PROMPTS]
     for split, prompt, law in zip(splits, PROMPTS, LAWS, strict=True):
         split.open(prompt, law)
     random = np.random.default_rng(0)
@@ -160,17 +162,17 @@ def test_split_sessions_share_a_pass_without_touching_each_other(pair, slots, ha
     assert slots._slots == [None] * 4
 
 
-def test_split_goes_on_alone_and_what_it_wrote_is_a_draft(pair, slots, half):
+def test_split_goes_on_alone_and_what_it_wrote_is_a_draft(pair, slots, drafter):
     """Tokens written alone are verified as a chain: the text is the target's again."""
     prompt = PROMPTS[0]
     (plain,) = pair.plain.generate([prompt], NUM_NEW, NO_STOP)
-    split = Split(slots, half)
+    split = Split(slots, drafter)
     split.open(prompt, Sampling())
     split.take(slots.verify([split.draft(3)])[0])
     alone = []
     while len(alone) < 10:  # in calls of three, as they are shown
-        alone += half.chain([*split.text, *alone], split.known, 3)
-    whole = half.chain(split.text, split.known, 12)
+        alone += drafter.chain([*split.text, *alone], split.known, 3)
+    whole = drafter.chain(split.text, split.known, 12)
     assert alone == whole
     (reply,) = slots.verify([DraftRequest(split.slot, alone, list(range(12)))])
     split.take(reply)
@@ -180,10 +182,10 @@ def test_split_goes_on_alone_and_what_it_wrote_is_a_draft(pair, slots, half):
     slots.close(split.slot)
 
 
-def test_split_keeps_given_tokens(pair, slots, half):
+def test_split_keeps_given_tokens(pair, slots, drafter):
     """Tokens that were read as they are stay; what follows is the target's answer to them."""
     prompt, given = PROMPTS[0], [40, 41, 42]
-    split = Split(slots, half)
+    split = Split(slots, drafter)
     split.open(prompt, Sampling())
     first = split.text[len(prompt) :]
     split.text += given
@@ -196,13 +198,13 @@ def test_split_keeps_given_tokens(pair, slots, half):
     slots.close(split.slot)
 
 
-def test_split_counts_an_answer_that_is_read(pair, slots, half):
+def test_split_counts_an_answer_that_is_read(pair, slots, drafter):
     """A session that is opened again with its text has the same penalties as before."""
     prompt, law = PROMPTS[0], LAWS[2]
     (plain,) = pair.plain.generate([prompt], NUM_NEW, NO_STOP, law)
     text = [*prompt, *plain.token_ids[:10]]
-    split = Split(slots, half)
-    split.half.reset(law, len(prompt))
+    split = Split(slots, drafter)
+    split.drafter.reset(law, len(prompt))
     split.slot = slots.open(law, NO_STOP, len(prompt) + NUM_NEW, len(prompt))
     split.text = list(text)
     split.take(slots.read(split.slot, text, pick_root=False), given=len(text))
@@ -212,32 +214,32 @@ def test_split_counts_an_answer_that_is_read(pair, slots, half):
     slots.close(split.slot)
 
 
-def test_split_drafts_ahead_and_keeps_what_was_right(pair, slots, half):
+def test_split_drafts_ahead_and_keeps_what_was_right(pair, slots, drafter):
     """What was drafted beyond a draft is the next draft if all before it was right; taking in
     the target's rows leaves the rows behind them."""
-    split = Split(slots, half)
+    split = Split(slots, drafter)
     split.open(PROMPTS[2], Sampling())
     hits = 0
-    ahead = half.chain(split.text, split.known, 3)
+    ahead = drafter.chain(split.text, split.known, 3)
     while not split.done:
         request = DraftRequest(split.slot, ahead[:3], list(range(len(ahead[:3]))))
         text = [*split.text, *ahead]
-        ahead += half.chain(text, split.known, 4)
+        ahead += drafter.chain(text, split.known, 4)
         (reply,) = slots.verify([request])
         split.take(reply)
         if ahead[: reply.count] == reply.tokens and len(ahead) > reply.count:
             hits += 1
             ahead = ahead[reply.count :]
         else:
-            ahead = half.chain(split.text, split.known, 3)
+            ahead = drafter.chain(split.text, split.known, 3)
     (plain,) = pair.plain.generate([PROMPTS[2]], NUM_NEW, NO_STOP)
     assert split.text[len(PROMPTS[2]) :] == plain.token_ids
     slots.close(split.slot)
 
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
-def test_split_text_does_not_depend_on_the_codec(pair, slots, half, codec):
-    split = Split(slots, half, codec)
+def test_split_text_does_not_depend_on_the_codec(pair, slots, drafter, codec):
+    split = Split(slots, drafter, codec)
     split.open(PROMPTS[0], Sampling())
     while not split.done:
         split.take(slots.verify([split.draft(4)])[0])
@@ -246,11 +248,11 @@ def test_split_text_does_not_depend_on_the_codec(pair, slots, half, codec):
     slots.close(split.slot)
 
 
-def test_split_stops_where_plain_decoding_stops(pair, slots, half):
+def test_split_stops_where_plain_decoding_stops(pair, slots, drafter):
     (plain,) = pair.plain.generate([PROMPTS[0]], NUM_NEW, NO_STOP)
     stop = plain.token_ids[7]
     (stopped,) = pair.plain.generate([PROMPTS[0]], NUM_NEW, [stop])
-    split = Split(slots, half)
+    split = Split(slots, drafter)
     split.open(PROMPTS[0], Sampling(), [stop])
     while not split.done:
         split.take(slots.verify([split.draft(4)])[0])
@@ -258,10 +260,10 @@ def test_split_stops_where_plain_decoding_stops(pair, slots, half):
     slots.close(split.slot)
 
 
-def test_split_long_prompts_come_in_chunks(pair, slots, half):
+def test_split_long_prompts_come_in_chunks(pair, slots, drafter):
     prompt = (np.arange(45) * 7 % 90 + 3).tolist()
     (plain,) = pair.plain.generate([prompt], 12, NO_STOP)
-    split = Split(slots, half)
+    split = Split(slots, drafter)
     split.open(prompt, Sampling(), new=12)
     while not split.done:
         split.take(slots.verify([split.draft(4)])[0])
@@ -269,9 +271,19 @@ def test_split_long_prompts_come_in_chunks(pair, slots, half):
     slots.close(split.slot)
 
 
-def test_split_client_holds_less_than_the_pair(pair, half):
+def test_split_stop_ids_within_a_prompt_end_nothing(slots):
+    """A chunk of a prompt may end with one, as after each turn of a chat."""
+    slot = slots.open(Sampling(), [6], 20, 4)
+    assert slots.read(slot, [5, 6], pick_root=False).done == "stop"
+    (*_, root), done = slots.read(slot, [7, 8], pick_root=True)[2:4]
+    assert root != 6 and done == ""
+    assert slots.verify([DraftRequest(slot, [], [])])[0].tokens
+    slots.close(slot)
+
+
+def test_split_client_holds_less_than_the_pair(pair, drafter):
     whole = sum(leaf.size for leaf in jax.tree.leaves((pair.target.params, pair.drafter.params)))
-    assert num_held(half) < whole
+    assert num_held(drafter) < whole
 
 
 BROKEN = {
@@ -331,15 +343,15 @@ def test_split_sides_choose_the_format_of_their_weights(pair, slots):
         weights: load_drafter(pair.drafter.folder, described, weights=weights, **options)
         for weights in (None, "int8")
     }
-    halves = {name: ClientDrafter(described, each, max_tokens=64) for name, each in found.items()}
+    drafters = {name: ClientDrafter(described, each, max_tokens=64) for name, each in found.items()}
     held = {
-        name: sum(leaf.nbytes for leaf in jax.tree.leaves(half._weights))
-        for name, half in halves.items()
+        name: sum(leaf.nbytes for leaf in jax.tree.leaves(drafter._weights))
+        for name, drafter in drafters.items()
     }
     assert held["int8"] < 0.4 * held[None]
-    assert halves["int8"].leaves == halves[None].leaves  # what the server sends is the same
+    assert drafters["int8"].leaves == drafters[None].leaves  # what the server sends is the same
     assert pairing_of(described, found["int8"]) == pairing_of(described, found[None])
-    split = Split(slots, halves["int8"])
+    split = Split(slots, drafters["int8"])
     (plain,) = pair.plain.generate([PROMPTS[0]], NUM_NEW, NO_STOP)
     split.open(PROMPTS[0], Sampling())
     while not split.done:
@@ -353,8 +365,8 @@ def test_split_pairs_are_loaded_in_part(pair):
     """The drafter's files are read without the target's weights, too."""
     described = describe_target(pair.target.folder)
     reused = getattr(pair.drafter.config, "target_layer_inference", None)
-    drafter = load_drafter(
+    loaded = load_drafter(
         pair.drafter.folder, described, target_layer_inference=reused, dtype=jnp.float32
     )
-    half = ClientDrafter(described, drafter, max_tokens=64)
-    assert num_held(half) > 0
+    drafter = ClientDrafter(described, loaded, max_tokens=64)
+    assert num_held(drafter) > 0

@@ -30,7 +30,7 @@ from moa_jax.drafters import DRAFTERS
 from moa_jax.errors import InputError
 from moa_jax.pretrained import load_target, save_drafter
 from tests.pairs import NO_STOP
-from tests.split.split_client import ToyHalf
+from tests.split.split_client import ToyDrafter
 from tests.split.split_server import PAIRING, ToySlots, plain, running
 from tests.train.test_regenerate import save_talkative_target
 
@@ -75,7 +75,7 @@ def toy_bench(*modes: str, **flags) -> SplitBench:
     drafter = SimpleNamespace(method="moa", folder=Path("toy"))
     own = [plain(prompt, args.max_new_tokens) for prompt in PROMPTS]
     target = SimpleNamespace(params={"embed": np.zeros(1, np.float32)}, folder=Path("toy"))
-    return SplitBench(args, target, drafter, ToyHalf(), PAIRING, 128, PROMPTS, own, [1.0])
+    return SplitBench(args, target, drafter, ToyDrafter(), PAIRING, 128, PROMPTS, own, [1.0])
 
 
 def test_split_bench_counts_what_each_way_costs(server):
@@ -127,7 +127,7 @@ def test_split_bench_says_why_a_server_does_not_start():
 def test_split_first_tokens_of_a_drafter_alone_are_a_piece():
     async def work():
         with ThreadPoolExecutor(1) as worker:
-            answering = SplitClient(ToyHalf(), None, ClientOptions(), worker)
+            answering = SplitClient(ToyDrafter(), None, ClientOptions(), worker)
             events = answering.answer(PROMPTS[0], len(PROMPTS[0]) + NEW, NO_STOP, Sampling())
             times = await timed(answering, events)
             return times, figures_of(answering, PROMPTS[0], times)

@@ -17,7 +17,7 @@ from tests.split.split_client import (
     NEW,
     OPTIONS,
     PROMPT,
-    ToyHalf,
+    ToyDrafter,
     answered,
     ask,
     linked,
@@ -40,8 +40,8 @@ pytestmark = pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("name", ["chain", pytest.param("tree", marks=pytest.mark.slow)])
 def test_split_client_drafting_ahead_delays_no_reply(server, name):
     """A token takes far longer than a reply: nothing of use can be drafted meanwhile."""
-    half, steps = ToyHalf(), []
-    chain, tree = half.chain, half.tree
+    drafter, steps = ToyDrafter(), []
+    chain, tree = drafter.chain, drafter.tree
 
     def slow(text, known, count):
         steps.append(count)
@@ -52,9 +52,9 @@ def test_split_client_drafting_ahead_delays_no_reply(server, name):
         time.sleep(0.15 * (shape.depth - 1))
         return tree(text, shape)
 
-    half.chain, half.tree = slow, slow_tree
+    drafter.chain, drafter.tree = slow, slow_tree
     options = dataclasses.replace(OPTIONS[name], lengths=(3,))
-    found = ask(server_at(server.port), options, PROMPT, 8, half)
+    found = ask(server_at(server.port), options, PROMPT, 8, drafter)
     assert found.tokens == plain(PROMPT, 8)
     assert found.counts.round_trips_s[0] < 2.9  # a reply's time, not a token's
     drafts = found.counts.rounds if name == "chain" else 0
@@ -115,8 +115,8 @@ def test_disconnect_rows_of_a_prompt_come_once_over_links_that_die(server):
 
 def test_disconnect_again_and_again_feeds_no_token_twice(server, monkeypatch):
     """The drafter's own rows of the tail stand until a reply comes."""
-    half, verify, calls, fed, between = ToyHalf(), SplitClient._verify_tail, [], [], []
-    chain = half.chain
+    drafter, verify, calls, fed, between = ToyDrafter(), SplitClient._verify_tail, [], [], []
+    chain = drafter.chain
 
     def counting(text, known, steps):
         fed.append((len(text), steps))
@@ -132,11 +132,11 @@ def test_disconnect_again_and_again_feeds_no_token_twice(server, monkeypatch):
             between.extend(fed)
         await verify(self)
 
-    half.chain = counting
+    drafter.chain = counting
     monkeypatch.setattr(SplitClient, "_verify_tail", failing)
     with linked(server.port) as proxy:
         act = refuses_until(proxy, 60)
-        found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, half, act=act)
+        found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, drafter, act=act)
     assert found.tokens == plain(PROMPT, 300) and calls[0] > 60 and len(calls) > 5
     assert all(steps > 1 for _, steps in between)  # none of the tail is fed once more
 
@@ -168,14 +168,14 @@ def test_split_parts_that_follow_each_other_are_taken_in_at_once():
 
 def test_split_replies_in_small_parts_are_taken_in_whole(monkeypatch):
     monkeypatch.setattr("infer.split_server.sessions.PART_BYTES", 100)  # of two tokens
-    half, sizes = ToyHalf(), []
-    absorb = half.absorb
-    half.absorb = lambda start, tokens, rows: (
+    drafter, sizes = ToyDrafter(), []
+    absorb = drafter.absorb
+    drafter.absorb = lambda start, tokens, rows: (
         sizes.append(len(tokens)),
         absorb(start, tokens, rows),
     )
     with running(ToySlots()) as server:
-        found = ask(server_at(server.port), CHAIN, PROMPT, NEW, half)
+        found = ask(server_at(server.port), CHAIN, PROMPT, NEW, drafter)
     found.check()
     assert found.tokens == plain(PROMPT, NEW) and sizes[0] == len(PROMPT)
     assert sizes[1:] == found.counts.accept_lengths and max(sizes[1:]) > 2

@@ -94,12 +94,12 @@ def facts(folder):
 
 
 def drafted(folder):
-    """What the client's half drafts after a text of which it has some rows of the target."""
-    half = ClientDrafter(*client_pair(folder), max_tokens=64)
-    half.reset(Sampling())
+    """What the client drafter drafts after a text of which it has some rows of the target."""
+    drafter = ClientDrafter(*client_pair(folder), max_tokens=64)
+    drafter.reset(Sampling())
     rng, known = np.random.default_rng(3), len(TEXT) - 1
-    half.absorb(0, TEXT[:-1], [rng.normal(size=(known, *leaf.shape)) for leaf in half.leaves])
-    return half.tree(TEXT, DraftShape(3, 2, 4)), half.chain(TEXT, known, 6)
+    drafter.absorb(0, TEXT[:-1], [rng.normal(size=(known, *leaf.shape)) for leaf in drafter.leaves])
+    return drafter.tree(TEXT, DraftShape(3, 2, 4)), drafter.chain(TEXT, known, 6)
 
 
 # ---- the part does what the whole does ----------------------------------------------------

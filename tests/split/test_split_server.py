@@ -92,6 +92,15 @@ def test_split_stream_comes_token_by_token_and_again_after_a_lost_link(server):
         back.send(protocol.Resume(client.session, 0))
         assert back.receive() == protocol.Resumed(1)
         assert back.reply() == parts
+    for known in (len(PROMPT), len(PROMPT) + 7):  # earlier clients give the prompt's length
+        with Client(server) as back:
+            back.send(protocol.Resume(client.session, 0, known))
+            assert back.receive() == protocol.Resumed(1)
+            assert back.reply() == parts[known - len(PROMPT) :]
+    with Client(server) as back:
+        back.send(protocol.Resume(client.session, 0, known + 100))  # the last part always comes
+        assert back.receive() == protocol.Resumed(1)
+        assert back.reply() == parts[-1:]
         back.send(protocol.Close())
 
 

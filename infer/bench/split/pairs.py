@@ -27,7 +27,7 @@ class SplitBench(NamedTuple):
     args: argparse.Namespace
     target: Target
     drafter: LoadedDrafter
-    half: ClientDrafter  # the drafter with its client-side caches
+    client_drafter: ClientDrafter  # the drafter with its client-side caches
     pairing: Pairing
     max_tokens: int  # of a prompt with its answer
     prompts: list[list[int]]
@@ -47,8 +47,8 @@ def load(args: argparse.Namespace) -> SplitBench:
     prompts = [asking(question.turns[0], tokenizer) for question in spread]
     most = min(bucket(max(map(len, prompts)) + new), target.config.max_position_embeddings)
     drafter = open_drafter(args.draft, target, weights=args.weights)
-    half = ClientDrafter(target, drafter, max_tokens=most)
-    if half.functions.draft_one is None and "chain" in args.modes:
+    client_drafter = ClientDrafter(target, drafter, max_tokens=most)
+    if client_drafter.functions.draft_one is None and "chain" in args.modes:
         raise InputError(
             f"--draft {args.draft} cannot write token by token, as chain asks; leave it out, as in "
             "--modes stream,plain,tree"
@@ -59,7 +59,7 @@ def load(args: argparse.Namespace) -> SplitBench:
     rates = [len(one.token_ids[1:]) / one.decode_s for one in own if one.decode_s]
     tokens = [one.token_ids for one in own]
     pairing = pairing_of(target, drafter)
-    return SplitBench(args, target, drafter, half, pairing, most, prompts, tokens, rates)
+    return SplitBench(args, target, drafter, client_drafter, pairing, most, prompts, tokens, rates)
 
 
 def options_of(args: argparse.Namespace, mode: str) -> ClientOptions:

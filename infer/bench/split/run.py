@@ -105,11 +105,11 @@ async def client_of(bench: SplitBench, mode: str, proxy: Proxy) -> AsyncIterator
     url = f"ws://{proxy.host}:{proxy.port}{PATH}"
     address = ServerAddress(url, bench.pairing, codec=args.codec, compress=args.compress)
     with ThreadPoolExecutor(1, "drafter") as worker:
-        client = SplitClient(bench.half, address, options_of(args, mode), worker)
+        client = SplitClient(bench.client_drafter, address, options_of(args, mode), worker)
         try:
             yield client
         finally:
-            await client.close()
+            await client.session.close()
 
 
 def measure_network(
@@ -140,7 +140,7 @@ async def take_turns(
         clients = {}
         for mode in modes:
             clients[mode] = await stack.enter_async_context(client_of(bench, mode, proxy))
-            await clients[mode].warm(map(len, bench.prompts))
+            await clients[mode].drafter.warm(map(len, bench.prompts))
             await answer(clients[mode], bench.prompts[0], min(8, new))  # connects before measuring
         for turn in in_turns(len(modes), len(bench.prompts), warm_up=False):
             mode = modes[turn.way]
