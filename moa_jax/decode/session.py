@@ -63,7 +63,8 @@ class Session:
     """A pair ready to decode.
 
     Programs are compiled once per draft shape, batch size, number of cache rows, and combination
-    of sampling settings in use, and are kept.
+    of sampling settings in use, and are kept. One thread at a time may call a session, since its
+    choice of shapes has no lock; the engine serves several threads.
     """
 
     def __init__(
