@@ -86,6 +86,14 @@ def test_rows_end_where_they_would_alone(pair):
         session.generate(PROMPTS, [4, 4], NO_STOP)
 
 
+def test_a_row_that_has_stopped_stays_as_it_is_beside_a_longer_one(simple_pair):
+    one, other = simple_pair.plain.generate(PROMPTS[:2], 12, NO_STOP)
+    stop = one.token_ids[2]
+    cut = one.token_ids[: one.token_ids.index(stop) + 1]
+    rows = simple_pair.plain.generate(PROMPTS[:2], 12, [[stop], NO_STOP])
+    assert [row.token_ids for row in rows] == [cut, other.token_ids]
+
+
 def test_numbers_of_numpy_are_numbers(simple_pair):
     prompts, stops = np.array([[5, 6, 7]]), np.array([simple_pair.target.config.vocab_size])
     (found,) = simple_pair.plain.generate(prompts, np.int64(8), stops)
