@@ -566,17 +566,17 @@ OF_SPLIT_DECODING = [
         "tests/split/test_split_server.py -k test_split_metrics",
     ),
     Mutation(
-        "A slot that is assigned to a client that has left is lost.",
+        "The slot of a session that has ended is lost.",
         f"{SERVER}/sessions.py",
-        "self.give_back()  #",
-        "pass  #",
+        "self._free.release()",
+        "pass",
         "tests/split/test_split_service.py -k test_split_slot_is_waited_for",
     ),
     Mutation(
         "The queue for slots holds one client too many.",
         f"{SERVER}/sessions.py",
-        "if len(self._queue) >= self._limits.max_queue:",
-        "if len(self._queue) > self._limits.max_queue:",
+        "if self._free.locked() and self.num_waiting >= self._limits.max_queue:",
+        "if self._free.locked() and self.num_waiting > self._limits.max_queue:",
         "tests/split/test_split_service.py -k test_split_queue_has_an_end",
     ),
     Mutation(
