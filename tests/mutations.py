@@ -566,17 +566,17 @@ OF_SPLIT_DECODING = [
         "tests/split/test_split_server.py -k test_split_metrics",
     ),
     Mutation(
-        "The slot of a session that has ended is lost.",
+        "A slot that is assigned to a client that has left is lost.",
         f"{SERVER}/sessions.py",
-        "self._free.release()",
-        "pass",
+        "self.give_back()  #",
+        "pass  #",
         "tests/split/test_split_service.py -k test_split_slot_is_waited_for",
     ),
     Mutation(
         "The queue for slots holds one client too many.",
         f"{SERVER}/sessions.py",
-        "if self._free.locked() and self.num_waiting >= self._limits.max_queue:",
-        "if self._free.locked() and self.num_waiting > self._limits.max_queue:",
+        "if len(self._queue) >= self._limits.max_queue:",
+        "if len(self._queue) > self._limits.max_queue:",
         "tests/split/test_split_service.py -k test_split_queue_has_an_end",
     ),
     Mutation(
@@ -584,7 +584,7 @@ OF_SPLIT_DECODING = [
         f"{CLIENT}/replies.py",
         "new = part.tokens[max(have, 0) :]",
         "new = part.tokens",
-        "tests/split/test_disconnect.py -k 'test_disconnect_verified and stream'",
+        "tests/split/test_disconnect_replies.py -k test_disconnect_stream_goes_on",
     ),
     Mutation(
         "The rejected position of a draft does not lower its acceptance rate.",

@@ -72,7 +72,8 @@ def acceptance_figure(document: Mapping[str, Any]) -> Figure:
     for panel, (key, title) in zip(panels, POSITIONS.items(), strict=True):
         for row in rows:
             shares_P = np.array(row[key], float)  # None becomes nan, which is not drawn
-            panel.plot(1 + np.arange(len(shares_P)), shares_P, marker="o", label=row["model"])
+            label = row["model"] if np.isfinite(shares_P).any() else None
+            panel.plot(1 + np.arange(len(shares_P)), shares_P, marker="o", label=label)
         panel.set(title=title, xlabel="position in the draft", ylim=(0, 1))
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         tidy(panel, "y")

@@ -5,6 +5,7 @@ A missing value is shown as a dash.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,12 +44,12 @@ def precision(settings: Row) -> str:
 
 
 def number(value: Any, digits: int = 2, between: str = " ") -> str:
-    """Formats floats, also those of a list, with `digits` decimals; None as a dash."""
+    """Formats floats, also those of a list, with `digits` decimals; None, NaN, infinity as `-`."""
     if isinstance(value, list | tuple):
         return between.join(number(each, digits) for each in value)
-    if isinstance(value, float):
+    if isinstance(value, float) and math.isfinite(value):
         return f"{value:.{digits}f}"
-    return "-" if value is None else str(value)
+    return "-" if value is None or isinstance(value, float) else str(value)
 
 
 def with_interval(value: float | None, bounds: Sequence[float] | None, digits: int = 2) -> str:
@@ -64,7 +65,7 @@ def quartiled(key: str, digits: int = 2) -> Callable[[Row], str]:
 
 def short(value: float | None) -> str:
     """A number with three significant digits, or without decimals from 100 on."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return "-"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
@@ -75,5 +76,7 @@ def gib(size: int | None) -> str:
 
 
 def percent(value: float | None, digits: int = 0) -> str:
-    """A share from 0 to 1 in per cent; a dash for None."""
-    return "-" if value is None else f"{100 * value:.{digits}f} %"
+    """A share from 0 to 1 in per cent; a dash for None, NaN and infinity."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{100 * value:.{digits}f} %"

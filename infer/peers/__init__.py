@@ -46,5 +46,5 @@ def run_peer(
     )
     if done.returncode:
         line = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-        raise InputError(f"{flag} {name}: {line}; fix that, or leave {flag} out")
+        raise InputError(f"{flag} {name}: {line}; see that {name} can load this model")
     return json.loads(done.stdout)

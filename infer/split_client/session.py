@@ -79,7 +79,8 @@ class RemoteSession:
         options: ClientOptions,
     ) -> None:
         """`server` None never opens a link; `leaves` are the arrays of one token's rows."""
-        self.link: Link | None = None
+        self._link: Link | None = None
+        self._is_joining = False  # a new link is open, and not yet used by the answer
         self.traffic = LinkTraffic()
         self.backoff = Backoff(options.reconnect_seconds)
         self.was_served = False  # a server has opened a session for this or an earlier answer
@@ -111,23 +112,28 @@ class RemoteSession:
 
     # ---- the link -------------------------------------------------------------------------
 
+    @property
+    def link(self) -> Link | None:
+        """The link of the answer; None without one, and until `join` has succeeded."""
+        return None if self._is_joining else self._link
+
     async def connect(self) -> None:
         """Connects to the server, if one is configured; raises ConnectionLost or Refused."""
-        if self._server is not None and self.link is None:
-            self.link = await Link.open(self._server, self._vocab_size, self.traffic)
+        if self._server is not None and self._link is None:
+            self._link = await Link.open(self._server, self._vocab_size, self.traffic)
 
     async def close(self) -> None:
         """Closes the connection with a closing handshake, if one is open."""
-        if self.link is not None:
+        if self._link is not None:
             with contextlib.suppress(Exception):
-                await self.link.close()
-            self.link = None
+                await self._link.close()
+            self._link = None
 
     def cut(self) -> None:
         """Closes the transport at once, without a close frame, if a connection is open."""
-        if self.link is not None:
-            self.link.abort()
-        self.link = None
+        if self._link is not None:
+            self._link.abort()
+        self._link = None
 
     def disconnect(self, error: ConnectionLost | Refused) -> str:
         """Gives up the link after an error; returns a notice with the reason."""
@@ -160,6 +166,7 @@ class RemoteSession:
         """Like `ensure_session`, but retries until it succeeds; raises Refused."""
         while True:
             await self.backoff.pause()
+            self._is_joining = True
             try:
                 return await self.ensure_session()
             except ConnectionLost:
@@ -167,23 +174,25 @@ class RemoteSession:
             except BaseException:
                 self.cut()
                 raise
+            finally:
+                self._is_joining = False
 
     async def reopen(self) -> list[protocol.Committed]:
         """Replaces a session whose tokens differ from the client's; returns the reply to Open."""
-        await self.link.send(protocol.Close())
+        await self._link.send(protocol.Close())
         return await self._opened()
 
     async def _resumed(self) -> list[protocol.Committed]:
         """Resumes the session; returns the missed reply, or []. Raises SessionExpired."""
-        await self.link.send(protocol.Resume(self._id, self._seq, self._received))
-        found = await self.link.receive(protocol.Resumed)
+        await self._link.send(protocol.Resume(self._id, self._seq, self._received))
+        found = await self._link.receive(protocol.Resumed)
         if not max(self._seq, 0) <= found.seq <= self._request.seq:  # Open's reply has number 0
             raise SessionExpired(f"the server's last reply is {found.seq}: another session")
         self._streaming = None if found.seq == self._seq else -1
         if found.seq == self._seq or isinstance(self._request, protocol.Stream):
             return []  # `next_part` receives the parts of a stream
         if isinstance(self._request, protocol.Open):  # the server repeats the whole reply
-            await self.link.receive(protocol.Opened)
+            await self._link.receive(protocol.Opened)
         return await self.reply()
 
     async def _opened(self) -> list[protocol.Committed]:
@@ -209,8 +218,8 @@ class RemoteSession:
             stop_ids=sorted(text.stops),
             sampling=protocol.sampling_fields(self._sampling),
         )
-        await self.link.send(self._request)
-        opened = await self.link.receive(protocol.Opened, patience=self._options.patience)
+        await self._link.send(self._request)
+        opened = await self._link.receive(protocol.Opened, patience=self._options.patience)
         self._id, self.was_served = opened.session, True
         self._counts.prompts += 1
         return await self.reply()
@@ -220,12 +229,12 @@ class RemoteSession:
     @property
     def room(self) -> int:
         """Most draft nodes within the limits of the server and of the answer."""
-        return min(self.link.welcome.max_nodes, self._text.room - 1)
+        return min(self._link.welcome.max_nodes, self._text.room - 1)
 
     async def ask(self, kind: type[replies.SessionRequest], *fields: Any) -> None:
         """Sends the next request."""
         self._request = kind(self._seq + 1, *fields)
-        await self.link.send(self._request)
+        await self._link.send(self._request)
 
     async def reply(self) -> list[protocol.Committed]:
         """Receives the reply to the last request; the caller passes it to `apply_reply`.
@@ -237,7 +246,7 @@ class RemoteSession:
         seq, known, stale = self._request.seq, self._received, 0
         parts: list[protocol.Committed] = []
         while True:
-            part = await self.link.receive(protocol.Committed, patience=self._options.patience)
+            part = await self._link.receive(protocol.Committed, patience=self._options.patience)
             if part.seq < seq and (stale := stale + 1) <= MOST_STALE:
                 continue
             known = replies.known_after(part, seq, known, self._text.total)
@@ -287,7 +296,7 @@ class RemoteSession:
         if self._streaming is None:
             await self.ask(protocol.Stream)
             self._streaming = -1
-        part = await self.link.receive(protocol.Committed, patience=self._options.patience)
+        part = await self._link.receive(protocol.Committed, patience=self._options.patience)
         self._counts.waiting_s += time.perf_counter() - begin
         reply = replies.stream_part(part, self._request.seq, self._streaming, self._text)
         self._streaming = part.start

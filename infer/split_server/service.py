@@ -241,11 +241,12 @@ class Service:
             if self._queue.num_waiting:  # a session may have lost its connection meanwhile
                 self._evict()
 
-    def _evict(self) -> None:
-        """Ends the session that lost its connection first, if any did."""
+    def _evict(self) -> bool:
+        """Ends the session that lost its connection first; False if all sessions are connected."""
         lost = [session for session in self._sessions.values() if session.owner is None]
         if lost:
             self.close(min(lost, key=lambda session: session.lost_at), "evicted")
+        return bool(lost)
 
     # ---- work loop ------------------------------------------------------------------------
 

@@ -9,9 +9,10 @@ SlotQueue      slot assignment, and the queue of clients that wait for a slot
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
@@ -168,53 +169,68 @@ class SlotQueue:
     """Assigns slots in order of arrival, with a limit on queue length and waiting time."""
 
     def __init__(
-        self, limits: ServerLimits, metrics: ServerMetrics, evict: Callable[[], None]
+        self, limits: ServerLimits, metrics: ServerMetrics, evict: Callable[[], bool]
     ) -> None:
-        """`evict` frees the slot of a disconnected session, if one exists."""
+        """`evict` frees the slot of a disconnected session, and returns False if none exists."""
         self.closed = False
         self._limits, self._metrics, self._evict = limits, metrics, evict
-        self._free = asyncio.Semaphore(limits.num_slots)
-        self._waiting: set[asyncio.Timeout] = set()
+        self._free = limits.num_slots
+        self._queue: deque[asyncio.Future[None]] = deque()
         metrics.slots.set(limits.num_slots)
-        metrics.queue.set_function(lambda: self.num_waiting)
 
     @property
     def num_waiting(self) -> int:
         """Number of clients that wait for a slot."""
-        return len(self._waiting)
+        return len(self._queue)
 
     def close(self) -> None:
         """Refuses slots from now on, including to waiting clients."""
         self.closed = True
-        for wait in self._waiting:
-            if not wait.expired():
-                wait.reschedule(0)  # a time in the past: the wait ends at once
+        for waiter in self._queue:
+            if not waiter.done():
+                waiter.set_exception(_draining())
 
     async def take(self) -> None:
         """Waits for a slot; raises Refused if none becomes free in time."""
         if self.closed:
             raise _draining()
-        if self._free.locked() and not self._waiting:
-            self._evict()
-        if self._free.locked() and self.num_waiting >= self._limits.max_queue:
+        if self._free or (not self._queue and self._evict()):
+            self._free -= 1
+            self._update_gauges()
+            return
+        if len(self._queue) >= self._limits.max_queue:
             raise Refused("busy", "all slots are taken and the queue is full; retry later")
-        wait = asyncio.timeout(self._limits.queue_seconds)
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        self._update_gauges()
         try:
-            async with wait:
-                self._waiting.add(wait)
-                await self._free.acquire()
-        except TimeoutError:
-            if self.closed:
-                raise _draining() from None
-            raise Refused("busy", "no slot became free in time; retry later") from None
+            async with asyncio.timeout(self._limits.queue_seconds):
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self.give_back()  # a slot was assigned just as the wait ended
+            if isinstance(error, TimeoutError):
+                raise Refused("busy", "no slot became free in time; retry later") from None
+            raise
         finally:
-            self._waiting.discard(wait)
-        self._metrics.slots_used.inc()
+            with contextlib.suppress(ValueError):
+                self._queue.remove(turn)
+            self._update_gauges()
 
     def give_back(self) -> None:
         """Assigns the slot to the first waiting client, or frees it."""
-        self._metrics.slots_used.dec()
-        self._free.release()
+        while self._queue:
+            turn = self._queue.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                break
+        else:
+            self._free += 1
+        self._update_gauges()
+
+    def _update_gauges(self) -> None:
+        self._metrics.slots_used.set(self._limits.num_slots - self._free)
+        self._metrics.queue.set(len(self._queue))
 
 
 def _draining() -> Refused:

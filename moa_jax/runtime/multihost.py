@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from moa_jax.errors import InputError
+from moa_jax.errors import InputError, first_line
 from moa_jax.runtime.rendezvous import SINGLE, ProcessSpec, connect, send_line
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ def _packed(error: Exception) -> dict[str, list[Any]]:
     if isinstance(error, OSError) and error.errno is not None:
         name = None if error.filename is None else os.fsdecode(error.filename)
         return {"OSError": [error.errno, error.strerror, name]}
-    return {"RuntimeError": [f"process 0: {type(error).__name__}: {error}"]}
+    return {"RuntimeError": [f"{type(error).__name__}: {first_line(error)}"]}
 
 
 def _broadcast(value: Any) -> Any:
@@ -346,5 +346,15 @@ def ending_together(
     except BaseException as error:
         # jax raises one of these if a collective breaks because another process has ended.
         caused = isinstance(error, RuntimeError | ValueError) and not isinstance(error, InputError)
-        process = 0 if OF_FIRST in getattr(error, "__notes__", ()) else index()
-        group.end((caused and group.cause()) or Failure(process, *describe(error)))
+        group.end((caused and group.cause()) or _failure_of(error, describe))
+
+
+def _failure_of(
+    error: BaseException, describe: Callable[[BaseException], tuple[str, int]]
+) -> Failure:
+    """The failure of this process, or of process 0 for what `on_first` raised on its behalf."""
+    if OF_FIRST not in getattr(error, "__notes__", ()):
+        return Failure(index(), *describe(error))
+    if isinstance(error, RuntimeError):  # its text is the line of process 0
+        return Failure(0, str(error), 1)
+    return Failure(0, *describe(error))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import email.utils
+import math
 import random
 import ssl
 import sys
 import threading
 import time
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import httpx
@@ -101,7 +102,7 @@ class EndpointClient:
             refused = PromptRefused if status in OF_THE_PROMPT else InputError
             raise refused(f"{self.address} refuses a request: {reason}{hint}")
         try:
-            return msgspec.json.decode(response.content, type=kind)
+            return msgspec.convert(response.json(), kind)
         except ValueError as error:
             line = f"{self.address} replies with no JSON object of an OpenAI server ({reason}): "
             raise InputError(f"{line}{first_line(error)}; name another server") from error
@@ -114,9 +115,11 @@ class EndpointClient:
 
 
 def _retry_after_s(response: httpx.Response) -> float:
-    """Seconds to wait by the header Retry-After, a number or a date; 0 without one."""
-    text, found = response.headers.get("Retry-After", ""), 0.0
-    with contextlib.suppress(ValueError):
-        date = email.utils.parsedate_tz(text)
-        found = email.utils.mktime_tz(date) - time.time() if date else float(text)
-    return min(max(0.0, found), LONGEST_WAIT_S)  # max returns 0 for NaN
+    """Seconds to wait by the header Retry-After, a number or a date; 0 without a valid one."""
+    text = response.headers.get("Retry-After", "")
+    try:
+        is_date = ":" in text
+        found = parsedate_to_datetime(text).timestamp() - time.time() if is_date else float(text)
+    except (ValueError, OverflowError):
+        return 0.0
+    return min(max(0.0, found), LONGEST_WAIT_S) if math.isfinite(found) else 0.0

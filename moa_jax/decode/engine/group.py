@@ -248,11 +248,15 @@ def _make(shelf: Shelf, name: Name) -> PyTreeDef:
 
     It is made once more where that fails, as jax does now and then beside a trace.
     """
+
+    def make() -> PyTreeDef:
+        shelf.make(name)
+        return shelf.arguments_of(name)
+
     try:
-        shelf.make(name)
+        return make()
     except Exception:
-        shelf.make(name)
-    return shelf.arguments_of(name)
+        return make()
 
 
 def _heard(first: Connection) -> Make | RunCall | End:
