@@ -143,7 +143,7 @@ OF_DECODE = [
         f"{DECODE}/step.py",
         "(round_state.length_B - known_B >= enough)",
         "(round_state.length_B - known_B > enough)",
-        f"{TEST}/test_engine_late.py -k 'test_drafts_are_as_good and moa-1'",
+        f"{TEST}/test_switching.py -k test_the_drafter_reads_the_last",
     ),
     Mutation(
         "A residual distribution is not normalized.",
