@@ -80,7 +80,7 @@ OF_DECODE = [
         f"{DECODE}/step.py",
         "jnp.where(is_finite_B, finite_argmax(score_B1V[:, 0]), NO_TOKEN)",
         "finite_argmax(score_B1V[:, 0])",
-        "tests/trouble/test_numbers.py -k test_one_logit",
+        f"{TEST}/test_spec.py -k test_an_answer_does_not_begin",
     ),
     Mutation(
         "The cache keeps the rows of rejected nodes of a tree.",
@@ -143,7 +143,7 @@ OF_DECODE = [
         f"{DECODE}/step.py",
         "(round_state.length_B - known_B >= enough)",
         "(round_state.length_B - known_B > enough)",
-        f"{TEST}/test_engine_late.py -k 'test_drafts_are_as_good and moa-1'",
+        f"{TEST}/test_switching.py -k test_the_drafter_reads_the_last",
     ),
     Mutation(
         "A residual distribution is not normalized.",
@@ -206,7 +206,7 @@ OF_DECODE = [
         f"{DECODE}/detokenize.py",
         "place, self.stop = min(found)",
         "place, self.stop = max(found)",
-        f"{TEST}/test_detokenize.py -k test_a_growing_text_is",
+        f"{TEST}/test_detokenize.py -k test_the_first_of_two_stop",
     ),
     Mutation(
         "A stop string that `stop_when` finds is reported as the length limit.",
@@ -363,7 +363,7 @@ OF_THE_ENGINE = [
         f"{ENGINE}/seats.py",
         "self._ended.add(index)",
         "pass",
-        f"{TEST}/test_engine_late.py -k 'test_a_row_that_somebody_left and lambda0'",
+        f"{TEST}/test_engine_late.py -k test_a_row_that_somebody_left",
     ),
     Mutation(
         "A drafter that lags is taken to be synchronized after one pass.",

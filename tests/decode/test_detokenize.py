@@ -49,6 +49,12 @@ def test_what_may_become_a_stop_text_waits():
     assert pieces(b"a u", stops=("us.",)) == ["a ", "u"]  # none came
 
 
+def test_the_first_of_two_stop_texts_that_one_token_completes_ends_the_text():
+    text = GrowingText(None, ("7 ", "17 "))
+    assert text.add([5, 17, 3]) == "5 "
+    assert (text.stop, text.num_tokens) == ("17 ", 2)
+
+
 def test_without_a_tokenizer_ids_are_shown():
     writer = Writer(None)
     assert writer.text([5]) is None

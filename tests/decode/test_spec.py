@@ -12,11 +12,13 @@ import pytest
 
 from moa_jax import InputError, Result, Session
 from moa_jax.config import DraftShape
-from moa_jax.decode import programs
+from moa_jax.decode import programs, step
 from moa_jax.decode.programs import bucket
+from moa_jax.decode.sampling import BatchSampling
 from moa_jax.decode.session import GREEDY
+from moa_jax.decode.state import RoundState, Weights
 from moa_jax.decode.verify import verify
-from moa_jax.drafters.api import Tree, chain
+from moa_jax.drafters.api import NO_TOKEN, Tree, chain
 from tests.conftest import golden_cases
 from tests.oracle import decode
 from tests.pairs import NO_STOP, PROMPTS, pair, prompts_of, recorded, simple_pair  # noqa: F401
@@ -177,6 +179,15 @@ def test_draft_chain_stops_as_recorded(folder):
 
 
 # ---- the parts ----------------------------------------------------------------------------
+
+
+def test_an_answer_does_not_begin_where_a_logit_is_not_finite(monkeypatch):
+    """Minus infinity is a cause for doubt, too, though another logit is larger."""
+    logits_BV = jnp.array([[0.0, 1.0, -jnp.inf], [jnp.nan, 1.0, 2.0], [0.0, 1.0, 2.0]])
+    monkeypatch.setattr(step.llama, "unembed", lambda params, hidden_BND: hidden_BND)
+    state = RoundState(jnp.zeros(3, jnp.int32), jnp.zeros(3, bool))
+    _, root_B = step.choose_after(Weights(None, None), state, logits_BV, BatchSampling())
+    assert root_B.tolist() == [NO_TOKEN, NO_TOKEN, 2]
 
 
 def test_verify_takes_the_longest_agreeing_prefix_of_a_chain():

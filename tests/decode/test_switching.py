@@ -143,6 +143,18 @@ def test_drafts_after_plain_rounds_are_as_good():
     assert late.accept_lengths[count:] == always.accept_lengths[ends.index(count) + 1 :]
 
 
+@pytest.mark.parametrize("rounds", [1, CATCH_UP + 1])
+def test_the_drafter_reads_the_last_token_too(rounds):
+    """Also where it lags by one token, or by one more than a turn holds."""
+    found = scripted("moa-1").begin(SOME[:1], NEW, NO_STOP, GREEDY)
+    found.take(PLAIN, rounds)
+    now = found.state.round
+    assert int(now.length_B[0] - now.draft_lag.draft_len_B[0]) == rounds
+    found.catch_up()
+    now = found.state.round
+    assert int(now.length_B[0]) == int(now.draft_lag.draft_len_B[0])
+
+
 def test_rounds_that_were_cut_are_not_heard():
     """Whatever a row accepted in its last round says nothing of the drafter."""
     found = scripted("moa-1", (CHAIN, 3))
