@@ -311,16 +311,16 @@ def test_a_model_without_a_template_cannot_chat():
 
 
 BODIES = {
-    b"": "no JSON",
-    b"{": "no JSON",
-    b"[]": "no JSON object",
-    b'"x"': "no JSON object",
-    b'{"a": NaN}': "NaN is no number",
-    b'{"a": -Infinity}': "-Infinity is no number",
+    b"": "not JSON",
+    b"{": "not JSON",
+    b"[]": "not a JSON object",
+    b'"x"': "not a JSON object",
+    b'{"a": NaN}': "NaN is not a JSON number",
+    b'{"a": -Infinity}': "-Infinity is not a JSON number",
     b'{"a": "\xff"}': "can't decode byte 0xff",
     b"[" * 100_000: "recursion",
-    b'{"n": ' + b"9" * 5000 + b"}": "no JSON",
-    b'{"a": "\x00"}': "no JSON",
+    b'{"n": ' + b"9" * 5000 + b"}": "not JSON",
+    b'{"a": "\x00"}': "not JSON",
 }
 
 

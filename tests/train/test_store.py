@@ -115,4 +115,4 @@ def test_stores_that_cannot_be_reached_are_refused(tmp_path, monkeypatch):
     tensorboard = dataclasses.replace(at(RUN).run, tensorboard=True)
     monkeypatch.setattr(paths, "_is_installed", lambda name: True)
     said = refusal(check, dataclasses.replace(config, run=tensorboard))
-    assert said.startswith("run.tensorboard: events are written to a folder")
+    assert said.startswith("run.tensorboard: no events can be written to a store")
