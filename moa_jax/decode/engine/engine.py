@@ -230,6 +230,7 @@ class Engine:
             self._closed = True
         for task in list(self._tasks.values()):
             if self._tasks.pop(task.id, None) is not None:
+                self._orders.put(functools.partial(self._seats.leave, task.text))
                 self._tell(task, News([], finish="error", error=line))
 
     @property
@@ -487,8 +488,8 @@ class Engine:
                 accepted += [committed - 1 for committed, _ in that_tell(each.rounds, each.done)]
             task, news = self._tasks.get(each.text.id), News(each.tokens, each.logprobs)
             if task is None:  # `abandon` has ended it meanwhile
-                self._seats.leave(each.text)
-            elif NO_TOKEN in each.tokens:
+                continue
+            if NO_TOKEN in each.tokens:
                 self._lose_of_nan(task, len(each.text.tokens) - 1)
             elif each.done:
                 self._finish(task, news)
