@@ -50,10 +50,6 @@ class Answer(NamedTuple):
     def accept_lengths(self) -> list[int]:
         return [length for result in self.results for length in result.accept_lengths]
 
-    @property
-    def wall_s(self) -> float:
-        return sum(result.prefill_s + result.decode_s for result in self.results)
-
 
 class AnswerFolder:
     """The answers of one run on disk, cached in memory."""

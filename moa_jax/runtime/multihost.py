@@ -352,7 +352,7 @@ def ending_together(
 def _failure_of(
     error: BaseException, describe: Callable[[BaseException], tuple[str, int]]
 ) -> Failure:
-    """The failure of this process, or of process 0 for what `on_first` raised on its behalf."""
+    """The failure to report: of process 0 for an exception that `on_first` raised on its behalf."""
     if OF_FIRST not in getattr(error, "__notes__", ()):
         return Failure(index(), *describe(error))
     if isinstance(error, RuntimeError):  # its text is the line of process 0

@@ -259,7 +259,7 @@ def test_the_example_of_the_docstring():
 
 
 def test_a_position_is_counted_where_the_one_before_it_was_accepted():
-    """A longer chain, of which nothing was heard, is promised the shares of the shorter one."""
+    """A longer chain without measurements gets the acceptance rates of the shorter one."""
     chooser = Chooser([PLAIN, DraftShape(4), DraftShape(5)], DraftShape(4))
     chooser.heard(DraftShape(4), np.array([3, 1, 3, 1, 1, 2] * 1000), 1)
     at_5 = 1 + 1 + 1 / 2 + 1 / 3 + 1 / 3 * 2 / 3

@@ -47,7 +47,7 @@ from moa_jax.runtime.rendezvous import GREETING_TIMEOUT_S as SECONDS_TO_GREET
 from moa_jax.runtime.rendezvous import accept_all as greeted
 from moa_jax.runtime.rendezvous import listen as listener_at
 
-# The types of a program's name after its first word.
+# Types of the parts of a program's name, by the first part.
 NAMES: dict[str, tuple[Any, ...]] = {
     "empty": (Size,),
     "insert": (Size,),
@@ -74,7 +74,7 @@ class Held(Message):
 
 
 class HostArray(Message):
-    """An array of the host, in rows."""
+    """A host array, row-major."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -97,14 +97,14 @@ class RunCall(Message):
 
 
 class End(Message):
-    """There is nothing more to do."""
+    """Process 0 sends no more programs: the other processes may exit."""
 
 
 READER = msgspec.msgpack.Decoder(Make | RunCall | End)
 
 
 def read_message(data: bytes) -> Make | RunCall | End:
-    """The message in a few bytes; raises msgspec's ValidationError for anything else."""
+    """Decodes a message; raises msgspec.DecodeError for malformed data and unknown programs."""
     found = READER.decode(data)
     if isinstance(found, End):
         return found
@@ -244,9 +244,9 @@ def follow(shelf: Shelf, first: Connection) -> None:
 
 
 def _make(shelf: Shelf, name: Name) -> PyTreeDef:
-    """Makes a program, whose arguments have this structure.
+    """Compiles a program and returns the structure of its arguments.
 
-    It is made once more where that fails, as jax does now and then beside a trace.
+    Compiles once more after an exception, since jax sometimes fails while another thread traces.
     """
 
     def make() -> PyTreeDef:
