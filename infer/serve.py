@@ -119,7 +119,7 @@ def _abandon(engine: Engine, server: OpenAIServer, line: str) -> None:
     server.draining = True  # /health shows it until the process ends
     engine.abandon(line)
     end = time.monotonic() + SECONDS_TO_END
-    while server.answering and time.monotonic() < end:
+    while server.num_open and time.monotonic() < end:
         time.sleep(0.02)
 
 
@@ -230,7 +230,7 @@ async def _serve(args: argparse.Namespace, server: OpenAIServer, listener: socke
     return await serve_until_signal(
         args,
         listener,
-        server.app,
+        server,
         ("http", "/v1"),
         functools.partial(server.drain, args.drain_seconds),
         stop=server.stop,

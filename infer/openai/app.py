@@ -105,9 +105,19 @@ class OpenAIServer:
         ]
         routes = [Route(path, self._guarded(do), methods=[verb]) for verb, path, do in paths]
         handlers = {HTTPException: self._no_such}
-        self.app = Starlette(routes=routes, exception_handlers=handlers)
+        self._routes = Starlette(routes=routes, exception_handlers=handlers)
         # Behind a TLS proxy a redirect would lead to http://, with the key.
-        self.app.router.redirect_slashes = False
+        self._routes.router.redirect_slashes = False
+        self.num_open = 0  # requests whose response is not sent to its end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles a request, and counts it until its response is sent."""
+        counted = scope["type"] == "http"
+        self.num_open += counted
+        try:
+            await self._routes(scope, receive, send)
+        finally:
+            self.num_open -= counted
 
     async def drain(self, seconds: float) -> None:
         """Rejects new requests, and gives running requests `seconds` to finish."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import random
@@ -13,8 +14,12 @@ from typing import NamedTuple
 
 import httpx
 import pytest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from infer import serve
+from infer.openai.app import OpenAIServer
+from infer.openai.errors import APIError
 from tests.serve.toy_server import (
     CHATS,
     COMPLETIONS,
@@ -303,9 +308,31 @@ def test_a_server_that_is_lost_is_unready_until_all_have_heard(monkeypatch):
         wait_for(lambda: server.engine.error)
         assert server.get("/health").status_code == 503
         assert not ending.done()
+        sends = held_up(server.server)
         server.engine.go.set()
+        wait_for(lambda: not server.server.answering)  # known, but not sent
+        time.sleep(0.1)
+        assert not ending.done()
+        server.loop.call_soon_threadsafe(sends.set)
         ending.result(10)
         assert error_of(asked.result(10), 500)["message"] == "process 1 has died"
+
+
+def held_up(server: OpenAIServer) -> asyncio.Event:
+    """Errors are not sent from now on, until the event is set."""
+    sends, refused = asyncio.Event(), server.refused
+
+    class Held(Response):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await sends.wait()
+            await super().__call__(scope, receive, send)
+
+    def held(refusal: APIError) -> Response:
+        said = refused(refusal)
+        return Held(said.body, said.status_code, dict(said.headers))
+
+    server.refused = held
+    return sends
 
 
 def test_a_body_that_comes_while_the_server_drains_is_refused():

@@ -182,7 +182,7 @@ class Running:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         config = uvicorn.Config(
-            self.server.app,
+            self.server,
             http=TimedHttp,
             ws="none",
             log_config=None,
