@@ -402,15 +402,3 @@ def serving(slots: Any, pairing: dict[str, Any], vocab_size: int, **limits: Any)
         assert found.metric("split_failures_total") == 0
     finally:
         found.stop()
-
-
-def refuses_until(proxy, tokens: int):
-    """For `answered`: no link from the fourth event on, until so many tokens are written alone."""
-
-    def act(index, answering) -> None:
-        if index == 4:
-            proxy.refuse()
-        if len(answering.text.unverified) > tokens:
-            proxy.heal()
-
-    return act

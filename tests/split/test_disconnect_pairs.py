@@ -80,41 +80,29 @@ OPTIONS = {
     "tree": ClientOptions(DraftShape(3, 2, 5)),
     "stream": ClientOptions(lengths=(), stream=True),
 }
+CASES = [
+    *itertools.product([1], LAWS, OPTIONS, ["verify"]),
+    (0, "greedy", "chain", "verify"),
+    (0, "sampled", "tree", "verify"),
+    *itertools.product([1, 0], LAWS, ["chain"], ["keep"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("pair", "law", "name"),
-    [*itertools.product([1], LAWS, OPTIONS), (0, "greedy", "chain"), (0, "sampled", "tree")],
-    indirect=["pair"],
-)
+@pytest.mark.parametrize(("pair", "law", "name", "policy"), CASES, indirect=["pair"])
 def test_disconnect_real_pair_writes_what_one_process_writes(
-    pair, facts, server, drafter, law, name
+    pair, facts, server, drafter, law, name, policy
 ):
-    (plain,) = pair.plain.generate([PROMPT], NEW, NO_STOP, LAWS[law])
-    drops = 0
+    """After each part that was kept stands what the target writes after exactly that text."""
+    options, drops = dataclasses.replace(OPTIONS[name], policy=policy), 0
     for seed in range(6):
         with linked(server.port) as proxy:
             given = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.3)}
             work = lambda a, given=given: answered(a, PROMPT, NEW, **given)
-            found = run_client(at(proxy.port, facts), OPTIONS[name], work, drafter)
-            proxy.heal()
-        assert found.tokens == plain.token_ids and found.done == "length"
-        drops += found.counts.drops
-    assert drops
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_disconnect_real_pair_goes_on_from_what_was_kept(pair, facts, server, drafter, law):
-    """Behind each kept part stands what the target writes after exactly that text."""
-    options = dataclasses.replace(OPTIONS["chain"], policy="keep")
-    for seed in range(6):
-        with linked(server.port) as proxy:
-            given = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.25)}
-            work = lambda a, given=given: answered(a, PROMPT, NEW, **given)
             found = run_client(at(proxy.port, facts), options, work, drafter)
             proxy.heal()
-        assert len(found.tokens) == NEW
-        place = 0
+        assert len(found.tokens) == NEW and found.done == "length"
+        assert policy == "keep" or not any(found.kept)
+        drops, place = drops + found.counts.drops, 0
         for kept, part in itertools.groupby(found.kept):
             count = len(list(part))
             if not kept:
@@ -122,6 +110,7 @@ def test_disconnect_real_pair_goes_on_from_what_was_kept(pair, facts, server, dr
                 (plain,) = pair.plain.generate([before], count, NO_STOP, LAWS[law])
                 assert found.tokens[place : place + count] == plain.token_ids
             place += count
+    assert drops
 
 
 # The bundled pair, in a process of its own
