@@ -84,7 +84,6 @@ LONGEST = (
     "decode/test_chunks.py",
     "train/test_training.py",
     "train/test_target_cache.py",
-    "train/test_regenerate_shards.py",
     "train/test_regenerate.py",
     "train/test_mesh.py",
     "split/test_split.py",

@@ -1,9 +1,19 @@
-"""A server without a model that the tests of one file share, and clients that try again soon."""
+"""Servers that the tests of one file share, with a model and without, and hasty clients.
+
+A file whose tests use a real pair has a fixture `pair` of its own.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from moa_jax.pretrained import describe_target
+from moa_jax.split.client_drafter import ClientDrafter
+from moa_jax.split.pairing import pairing_of
+from moa_jax.split.server_target import TargetSlots
+from tests.pairs import Pair
 from tests.split.split_server import ToySlots, running
 
 
@@ -19,3 +29,25 @@ def server():
     with running(ToySlots(8)) as found:
         yield found
         assert found.metric("split_failures_total") == 0
+
+
+@pytest.fixture(scope="module")
+def slots(pair: Pair):
+    """Slots of few sizes, and so few programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moa_jax.split.server_target.NODES", (16,))
+        patch.setattr("moa_jax.split.server_target.SESSIONS", (4,))
+        yield TargetSlots(
+            pair.target, pair.drafter, num_slots=4, max_tokens=64, max_nodes=16, chunk=32
+        )
+
+
+@pytest.fixture(scope="module")
+def facts(pair: Pair) -> dict[str, Any]:
+    return pairing_of(pair.target, pair.drafter)
+
+
+@pytest.fixture(scope="module")
+def drafter(pair: Pair) -> ClientDrafter:
+    """Made without the target's weights: it reads from its files what the drafter borrows."""
+    return ClientDrafter(describe_target(pair.target.folder), pair.drafter, max_tokens=64)

@@ -16,21 +16,20 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import websockets
-from websockets.asyncio.client import connect
+from websockets.asyncio.client import ClientConnection, connect
 from websockets.asyncio.server import ServerConnection, serve
 
 from infer.bench.network import PROFILES, Profile, in_thread
 from infer.split_client.answering import SplitClient
 from infer.split_client.link import ServerAddress
 from infer.split_client.state import AnswerEvent, ClientOptions, Counts
-from infer.split_server.app import PATH, ConnectionLimits, SplitServer
+from infer.split_server.app import PATH, ConnectionLimits
 from infer.split_server.sessions import ServerLimits
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.split import protocol
-from moa_jax.split.client_drafter import EXACT, ClientDrafter
+from moa_jax.split.client_drafter import EXACT
 from tests.split.resets import ResettingProxy
 from tests.split.split_server import (
     PAIRING,
@@ -138,6 +137,7 @@ class AnswerSeen:
     """What became of one answer."""
 
     prompt: list[int]
+    new: int  # asked for
     tokens: list[int]
     done: str
     kept: list[bool]  # for each token
@@ -145,8 +145,12 @@ class AnswerSeen:
     events: list[AnswerEvent]
     shown: list[list[int]]  # the answer at each of them
 
-    def check(self, policy: str = "verify") -> None:
-        """Each token is the target's after those before it, or was kept as the drafter wrote it."""
+    def check(self, policy: str = "verify", done: str = "length") -> None:
+        """Each token is the target's after those before it, or was kept as the drafter wrote it.
+
+        With the policy verify it is the target's answer.
+        """
+        assert self.done == done and (done != "length" or len(self.tokens) == self.new)
         for index, (token, kept) in enumerate(zip(self.tokens, self.kept, strict=True)):
             text = self.prompt + self.tokens[:index]
             assert token == (guess if kept else next_token)(text), f"token {index} {kept=}"
@@ -157,11 +161,6 @@ class AnswerSeen:
             assert len(settled) <= event.verified <= len(shown)
             settled = shown[: event.verified]
         assert shown == self.tokens
-
-
-def num_held(drafter: ClientDrafter) -> int:
-    """Numbers that a client holds of drafter and target."""
-    return sum(leaf.size for leaf in jax.tree.leaves(drafter._weights))
 
 
 def server_at(port: int, **changes: Any) -> ServerAddress:
@@ -208,7 +207,7 @@ async def answered(
             await asyncio.to_thread(act, len(events), answering)
     text = answering.text
     kept, done, counts = text.kept[len(prompt) :], answering.done, answering.counts
-    return AnswerSeen(list(prompt), text.answer, done, kept, counts, events, shown)
+    return AnswerSeen(list(prompt), new, text.answer, done, kept, counts, events, shown)
 
 
 async def left_alone() -> None:
@@ -328,72 +327,61 @@ def spoiler(seed: int, chances: int, share: float = 0.3) -> Spoil:
     return spoil
 
 
-@contextlib.asynccontextmanager
-async def relay(port: int, spoil: Spoil, token: str = "", tls: Any = None) -> Any:
+class Relay:
     """A server that carries messages to and from the one at `port`; those down it spoils.
 
     `spoil` gets a message and all before it, and gives what to send: bytes, text, CLOSE or HANG.
     """
-    seen: list[bytes] = []
 
-    async def carry(client: ServerConnection) -> None:
-        url, headers = f"ws://127.0.0.1:{port}{PATH}", {"Authorization": f"Bearer {token}"}
-        given = {"additional_headers": headers, "max_size": None, "proxy": None}
-        given["close_timeout"] = 0.5  # what was not read yet holds up the last words
-        async with connect(url, **given) as honest:
+    def __init__(self, port: int, spoil: Spoil, token: str = "", tls: Any = None) -> None:
+        self._url, self._headers = (
+            f"ws://127.0.0.1:{port}{PATH}",
+            {"Authorization": f"Bearer {token}"},
+        )
+        self._spoil, self._tls = spoil, tls
+        self._seen: list[bytes] = []
 
-            async def up() -> None:
-                async for message in client:
-                    await honest.send(message)
+    async def __aenter__(self) -> None:
+        given = {"compression": None, "close_timeout": 0.5, "ssl": self._tls}
+        self._listening = await serve(self._handle, "127.0.0.1", 0, **given)
+        self.port = self._listening.sockets[0].getsockname()[1]
 
-            async def down() -> None:
-                async for message in honest:
-                    seen.append(message)
-                    for part in spoil(message, seen):
-                        if part is HANG:
-                            await asyncio.sleep(SECONDS)
-                        if part is CLOSE:
-                            return
-                        await client.send(part)
+    async def __aexit__(self, *exception: object) -> None:
+        self._listening.close()
+        await self._listening.wait_closed()
 
-            tasks = [asyncio.create_task(up()), asyncio.create_task(down())]
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def handler(client: ServerConnection) -> None:
+    async def _handle(self, client: ServerConnection) -> None:
+        # What was not read yet holds up the last words.
+        given = {"max_size": None, "proxy": None, "close_timeout": 0.5}
         with contextlib.suppress(websockets.WebSocketException, OSError):
-            await carry(client)
+            async with connect(self._url, additional_headers=self._headers, **given) as honest:
+                ways = (self._up(client, honest), self._down(client, honest))
+                tasks = [asyncio.create_task(way) for way in ways]
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-    given = {"compression": None, "close_timeout": 0.5, "ssl": tls}
-    async with serve(handler, "127.0.0.1", 0, **given) as listening:
-        yield listening.sockets[0].getsockname()[1]
+    async def _up(self, client: ServerConnection, honest: ClientConnection) -> None:
+        async for message in client:
+            await honest.send(message)
+
+    async def _down(self, client: ServerConnection, honest: ClientConnection) -> None:
+        async for message in honest:
+            self._seen.append(message)
+            for part in self._spoil(message, self._seen):
+                if part is HANG:
+                    await asyncio.sleep(SECONDS)
+                if part is CLOSE:
+                    return
+                await client.send(part)
 
 
 @contextlib.contextmanager
 def relayed(port: int, spoil: Spoil, **given: Any) -> Iterator[int]:
-    """`relay` in a thread of its own; gives its port."""
-    ready, ports = threading.Event(), []
-
-    async def main() -> None:
-        nonlocal stop, loop
-        stop, loop = asyncio.Event(), asyncio.get_running_loop()
-        async with relay(port, spoil, **given) as own:
-            ports.append(own)
-            ready.set()
-            await stop.wait()
-
-    stop = loop = None
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
-    thread.start()
-    assert ready.wait(10)
-    try:
-        yield ports[0]
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(20)
-        assert not thread.is_alive()
+    """The port of a `Relay` in a thread of its own."""
+    with in_thread(Relay(port, spoil, **given)) as relay:
+        yield relay.port
 
 
 @contextlib.contextmanager
@@ -407,25 +395,10 @@ def serving(slots: Any, pairing: dict[str, Any], vocab_size: int, **limits: Any)
         chunk=slots.chunk,
         max_prompt=slots.max_tokens // 2,
     )
-    found = RunningSplit(slots, server_limits, ConnectionLimits(**limits))
-    found.server = SplitServer(
-        found.service, pairing, vocab_size, ConnectionLimits(**limits), found.server.log
-    )
+    found = RunningSplit(slots, server_limits, ConnectionLimits(**limits), pairing, vocab_size)
     found.start()
     try:
         yield found
         assert found.metric("split_failures_total") == 0
     finally:
         found.stop()
-
-
-def refuses_until(proxy, tokens: int):
-    """For `answered`: no link from the fourth event on, until so many tokens are written alone."""
-
-    def act(index, answering) -> None:
-        if index == 4:
-            proxy.refuse()
-        if len(answering.text.unverified) > tokens:
-            proxy.heal()
-
-    return act

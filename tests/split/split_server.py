@@ -8,7 +8,8 @@ import hashlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import numpy as np
@@ -154,12 +155,17 @@ class RunningSplit:
     """A server that listens, and what the tests look at."""
 
     def __init__(
-        self, slots: ToySlots, server_limits: ServerLimits, limits: ConnectionLimits
+        self,
+        slots: ToySlots,
+        server_limits: ServerLimits,
+        limits: ConnectionLimits,
+        pairing: dict[str, Any] = PAIRING,
+        vocab_size: int = VOCAB,
     ) -> None:
         self.slots, self.events = slots, []
         log = lambda event, **facts: self.events.append((event, facts))
         self.service = Service(slots, server_limits, ServerMetrics(), log)
-        self.server = SplitServer(self.service, PAIRING, VOCAB, limits, log)
+        self.server = SplitServer(self.service, pairing, vocab_size, limits, log)
         self.port = 0
         self._listening: uvicorn.Server | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
@@ -191,9 +197,7 @@ class RunningSplit:
         self._thread.join(20)
         assert not self._thread.is_alive()
 
-    def wait(self, condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-        """As `wait_for`."""
-        wait_for(condition, seconds)
+    wait = staticmethod(wait_for)
 
     def drain(self, seconds: float):
         return asyncio.run_coroutine_threadsafe(self.server.drain(seconds), self.loop)
@@ -271,6 +275,11 @@ class Client:
             return [opened]
         self.session = opened.session
         return self.reply()
+
+    def resume(self, *fields):
+        """The first answer to Resume."""
+        self.send(protocol.Resume(*fields))
+        return self.receive()
 
     def draft(self, seq: int, tokens: list[int] = (), parents: list[int] | None = None):
         chain = list(range(len(tokens)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -9,7 +10,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +21,7 @@ import pytest
 
 from infer.bench.network import PROFILES
 from infer.cli.flags.pair import DEMO
+from infer.server_process import Child
 from infer.split_client.link import ServerAddress
 from infer.split_client.state import ClientOptions
 from moa_jax import Session, load_drafter, load_target
@@ -30,7 +31,6 @@ from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.pretrained import describe_target
 from moa_jax.split.client_drafter import ClientDrafter
 from moa_jax.split.pairing import pairing_of
-from moa_jax.split.server_target import TargetSlots
 from tests.pairs import NO_STOP, random_pair_of
 from tests.split.resets import ResettingProxy
 from tests.split.split_client import answered, linked, relayed, run_client, serving, spoiler
@@ -49,26 +49,9 @@ def pair(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def facts(pair):
-    return pairing_of(pair.target, pair.drafter)
-
-
-@pytest.fixture(scope="module")
-def server(pair, facts):
-    """Few sizes, and so few programs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moa_jax.split.server_target.NODES", (16,))
-        patch.setattr("moa_jax.split.server_target.SESSIONS", (4,))
-        slots = TargetSlots(
-            pair.target, pair.drafter, num_slots=4, max_tokens=64, max_nodes=16, chunk=32
-        )
-        with serving(slots, facts, pair.target.config.vocab_size) as found:
-            yield found
-
-
-@pytest.fixture(scope="module")
-def client_drafter(pair):
-    return ClientDrafter(pair.target, pair.drafter, max_tokens=64)
+def server(pair, slots, facts):
+    with serving(slots, facts, pair.target.config.vocab_size) as found:
+        yield found
 
 
 def at(port: int, facts: dict, timeout: float = 5.0) -> ServerAddress:
@@ -97,41 +80,29 @@ OPTIONS = {
     "tree": ClientOptions(DraftShape(3, 2, 5)),
     "stream": ClientOptions(lengths=(), stream=True),
 }
+CASES = [
+    *itertools.product([1], LAWS, OPTIONS, ["verify"]),
+    (0, "greedy", "chain", "verify"),
+    (0, "sampled", "tree", "verify"),
+    *itertools.product([1, 0], LAWS, ["chain"], ["keep"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("pair", "law", "name"),
-    [*itertools.product([1], LAWS, OPTIONS), (0, "greedy", "chain"), (0, "sampled", "tree")],
-    indirect=["pair"],
-)
+@pytest.mark.parametrize(("pair", "law", "name", "policy"), CASES, indirect=["pair"])
 def test_disconnect_real_pair_writes_what_one_process_writes(
-    pair, facts, server, client_drafter, law, name
+    pair, facts, server, drafter, law, name, policy
 ):
-    (plain,) = pair.plain.generate([PROMPT], NEW, NO_STOP, LAWS[law])
-    drops = 0
+    """After each part that was kept stands what the target writes after exactly that text."""
+    options, drops = dataclasses.replace(OPTIONS[name], policy=policy), 0
     for seed in range(6):
         with linked(server.port) as proxy:
             given = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.3)}
             work = lambda a, given=given: answered(a, PROMPT, NEW, **given)
-            found = run_client(at(proxy.port, facts), OPTIONS[name], work, client_drafter)
+            found = run_client(at(proxy.port, facts), options, work, drafter)
             proxy.heal()
-        assert found.tokens == plain.token_ids and found.done == "length"
-        drops += found.counts.drops
-    assert drops
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_disconnect_real_pair_goes_on_from_what_was_kept(pair, facts, server, client_drafter, law):
-    """Behind each kept part stands what the target writes after exactly that text."""
-    options = dataclasses.replace(OPTIONS["chain"], policy="keep")
-    for seed in range(6):
-        with linked(server.port) as proxy:
-            given = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.25)}
-            work = lambda a, given=given: answered(a, PROMPT, NEW, **given)
-            found = run_client(at(proxy.port, facts), options, work, client_drafter)
-            proxy.heal()
-        assert len(found.tokens) == NEW
-        place = 0
+        assert len(found.tokens) == NEW and found.done == "length"
+        assert policy == "keep" or not any(found.kept)
+        drops, place = drops + found.counts.drops, 0
         for kept, part in itertools.groupby(found.kept):
             count = len(list(part))
             if not kept:
@@ -139,6 +110,7 @@ def test_disconnect_real_pair_goes_on_from_what_was_kept(pair, facts, server, cl
                 (plain,) = pair.plain.generate([before], count, NO_STOP, LAWS[law])
                 assert found.tokens[place : place + count] == plain.token_ids
             place += count
+    assert drops
 
 
 # The bundled pair, in a process of its own
@@ -147,25 +119,15 @@ def test_disconnect_real_pair_goes_on_from_what_was_kept(pair, facts, server, cl
 @pytest.fixture
 def program(tmp_path):
     """Starts infer.server with the bundled pair, on a given port or any; ends all of them."""
-    running = []
+    small, places = ["--threads", "1", "--max-tokens", "512", "--warm", "1,4,8"], itertools.count()
+    with contextlib.ExitStack() as stack:
 
-    def start(port: int = 0, *flags: str) -> tuple[subprocess.Popen, int]:
-        ready = tmp_path / f"ready{len(running)}.json"
-        command = [sys.executable, "-m", "infer.server", "--port", str(port), "--threads", "1"]
-        small = ["--max-tokens", "512", "--warm", "1,4,8", "--ready-file", str(ready)]
-        with open(tmp_path / "log", "ab") as log:
-            process = subprocess.Popen([*command, *small, *flags], cwd=ROOT, stdout=log, stderr=log)
-        running.append(process)
-        end = time.monotonic() + 300
-        while not ready.exists():
-            assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
-            time.sleep(0.1)
-        return process, json.loads(ready.read_text())["port"]
+        def start(port: int = 0, *flags: str) -> tuple[subprocess.Popen, int]:
+            given, place = ["--port", str(port), *small, *flags], tmp_path / f"{next(places)}"
+            child = stack.enter_context(Child("infer.server", given, place))
+            return child._process, child.ready()["port"]
 
-    yield start
-    for process in running:
-        process.kill()
-        process.wait()
+        yield start
 
 
 @pytest.fixture(scope="module")
@@ -271,12 +233,6 @@ def test_disconnect_many_questions_over_five_networks(demo, program):
     assert len(restarted) == 1
 
 
-def memory_of(process: subprocess.Popen) -> float:
-    """Resident MiB."""
-    pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def test_disconnect_soak_of_32_clients(demo, program):
     """Bounded in time by MOA_SOAK_SECONDS: right answers, and the server's memory is flat."""
     session, client_drafter, facts = demo
@@ -306,7 +262,8 @@ def test_disconnect_soak_of_32_clients(demo, program):
         with ThreadPoolExecutor(32) as clients:
             running = [clients.submit(one, number) for number in range(32)]
             while not all(client.done() for client in running):
-                sizes.append(memory_of(process))
+                pages = Path(f"/proc/{process.pid}/statm").read_text().split()[1]
+                sizes.append(int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20)
                 time.sleep(1)
         assert all(client.result() for client in running)
         proxy.heal()

@@ -29,19 +29,6 @@ def test_pace_starts_with_the_longest_and_asks_for_nothing_else():
     assert DraftPace([4]).choose(2) == NextDraft(4, False)
 
 
-def test_pace_drafts_more_where_the_network_is_slow_and_less_where_drafting_is():
-    far, near = seen(0.2, 0.001, 0.8), seen(0.002, 0.01, 0.8)
-    assert far.choose().steps == 8
-    assert near.choose().steps == 1
-    steps = [seen(reply, 0.01, 0.7).choose().steps for reply in (0.001, 0.01, 0.05, 0.5)]
-    assert steps == sorted(steps) and steps[0] < steps[-1]
-
-
-def test_pace_drafts_less_where_drafts_are_wrong():
-    steps = [seen(0.03, 0.005, rate).choose().steps for rate in (0.05, 0.5, 0.95)]
-    assert steps == sorted(steps) and (steps[0], steps[-1]) == (1, 8)
-
-
 def test_pace_learns_how_often_drafts_are_right():
     for rate in (0.2, 0.6, 0.9):
         pace = seen(0.05, 0.001, rate, rounds=2000)

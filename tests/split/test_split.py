@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,7 +17,6 @@ from moa_jax.split.pairing import pairing_of
 from moa_jax.split.rows import pack, unpack
 from moa_jax.split.server_target import DraftRequest, NoSlot, TargetSlots
 from tests.pairs import NO_STOP, Pair, random_pair_of
-from tests.split.split_client import num_held
 
 NUM_NEW = 24
 PROMPTS = ([5, 9, 4, 17, 23], [11], [3, 8, 8, 61, 7, 30, 31, 32, 33, 34])
@@ -67,6 +65,16 @@ class Split:
         tokens = self.drafter.chain(self.text, self.known, shape)
         return DraftRequest(self.slot, tokens, list(range(len(tokens))))
 
+    def finish(self, shape: DraftShape | int = 4) -> list[int]:
+        """Decodes to the end and closes the slot; returns the number of tokens of each pass."""
+        counts = []
+        while not self.done:
+            (reply,) = self.slots.verify([self.draft(shape)])
+            self.take(reply)
+            counts.append(reply.count)
+        self.slots.close(self.slot)
+        return counts
+
 
 @pytest.fixture(
     scope="module", params=[1, pytest.param(0, marks=pytest.mark.slow)], ids=["n1", "n0"]
@@ -76,70 +84,37 @@ def pair(request, tmp_path_factory) -> Pair:
     return random_pair_of("llama", request.param, tmp_path_factory.mktemp("pair"))
 
 
-@pytest.fixture(scope="module")
-def slots(pair: Pair):
-    """Few sizes, and so few programs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moa_jax.split.server_target.NODES", (16,))
-        patch.setattr("moa_jax.split.server_target.SESSIONS", (4,))
-        yield TargetSlots(
-            pair.target, pair.drafter, num_slots=4, max_tokens=64, max_nodes=16, chunk=32
-        )
-
-
-@pytest.fixture(scope="module")
-def drafter(pair: Pair) -> ClientDrafter:
-    """Made without the target's weights: it reads from its files what the drafter borrows."""
-    described = describe_target(pair.target.folder)
-    drafter = pair.drafter._replace(params=pair.drafter.params)
-    return ClientDrafter(described, drafter, max_tokens=64)
-
-
-# The others are slow: sessions that share a pass, below, have every law with both shapes.
-LAW_NAMES, FAST = ("greedy", "top-k", "penalties"), ("chain-greedy",)
-WRITTEN = [
-    pytest.param(
-        shape, law, id=f"{kind}-{name}", marks=[] if f"{kind}-{name}" in FAST else pytest.mark.slow
-    )
-    for kind, shape in (("chain", 4), ("tree", TREE))
-    for name, law in zip(LAW_NAMES, LAWS, strict=True)
-]
-
-
-@pytest.mark.parametrize("shape, sampling", WRITTEN)
-def test_split_writes_what_plain_decoding_writes(pair, slots, drafter, shape, sampling):
-    split, taus = Split(slots, drafter), []
-    for prompt in PROMPTS:
-        (plain,) = pair.plain.generate([prompt], NUM_NEW, NO_STOP, sampling)
-        split.open(prompt, sampling)
-        while not split.done:
-            (reply,) = slots.verify([split.draft(shape)])
-            split.take(reply)
-            taus.append(reply.count)
-        assert split.text == [*prompt, *plain.token_ids]
-        assert split.done == "length"
-        slots.close(split.slot)
-    assert max(taus) > 1  # something was accepted
+LONG = (np.arange(45) * 7 % 90 + 3).tolist()  # comes in two chunks
+CASES = {  # shape, settings, codec and prompts; the drafter is that of one process
+    "chain-greedy": (4, LAWS[0], "float32", PROMPTS),
+    "tree-greedy": (TREE, LAWS[0], "float32", PROMPTS),
+    "chain-penalties": (4, LAWS[2], "float32", PROMPTS),
+    "bfloat16": (4, LAWS[0], "bfloat16", PROMPTS[:1]),
+    "int8": (4, LAWS[0], "int8", PROMPTS[:1]),
+    "long": (4, LAWS[0], "float32", (LONG,)),
+}
+SLOW = ("tree-greedy", "chain-penalties")  # sessions that share a pass have all settings and shapes
 
 
 @pytest.mark.parametrize(
-    "shape, local",
-    [(4, DraftShape(5)), pytest.param(TREE, TREE, marks=pytest.mark.slow)],
-    ids=["chain", "tree"],
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
 )
-def test_split_drafts_what_the_local_step_drafts(pair, slots, drafter, shape, local):
-    """Accept lengths of every round are those of one process."""
-    split = Split(slots, drafter)
-    for prompt in PROMPTS:
-        (found,) = pair.session(local).generate([prompt], NUM_NEW, NO_STOP)
-        split.open(prompt, Sampling())
-        counts = []
-        while not split.done:
-            (reply,) = slots.verify([split.draft(shape)])
-            split.take(reply)
-            counts.append(reply.count)
-        assert counts == found.accept_lengths
-        slots.close(split.slot)
+def test_split_writes_what_plain_decoding_writes(pair, slots, drafter, name):
+    """Greedy rounds in float32 accept what those of one process accept."""
+    shape, sampling, codec, prompts = CASES[name]
+    new = 12 if name == "long" else NUM_NEW
+    local = pair.session(shape if isinstance(shape, DraftShape) else DraftShape(shape + 1))
+    counts = []
+    for prompt in prompts:
+        (plain,) = pair.plain.generate([prompt], new, NO_STOP, sampling)
+        split = Split(slots, drafter, codec)
+        split.open(prompt, sampling, new=new)
+        counts.append(split.finish(shape))
+        assert (split.text, split.done) == ([*prompt, *plain.token_ids], "length")
+    assert max(map(max, counts)) > 1
+    if name.endswith("-greedy"):
+        found = [local.generate([prompt], new, NO_STOP)[0] for prompt in prompts]
+        assert counts == [result.accept_lengths for result in found]
 
 
 @pytest.mark.slow
@@ -176,10 +151,8 @@ def test_split_goes_on_alone_and_what_it_wrote_is_a_draft(pair, slots, drafter):
     assert alone == whole
     (reply,) = slots.verify([DraftRequest(split.slot, alone, list(range(12)))])
     split.take(reply)
-    while not split.done:
-        split.take(slots.verify([split.draft(3)])[0])
+    split.finish(3)
     assert split.text == [*prompt, *plain.token_ids]
-    slots.close(split.slot)
 
 
 def test_split_keeps_given_tokens(pair, slots, drafter):
@@ -190,12 +163,10 @@ def test_split_keeps_given_tokens(pair, slots, drafter):
     first = split.text[len(prompt) :]
     split.text += given
     split.take(slots.read(split.slot, given, pick_root=False), given=len(given))
-    while not split.done:
-        split.take(slots.verify([split.draft(3)])[0])
+    split.finish(3)
     kept = [*prompt, *first, *given]
     (plain,) = pair.plain.generate([kept], NUM_NEW - len(given) - 1, NO_STOP)
     assert split.text == [*kept, *plain.token_ids]
-    slots.close(split.slot)
 
 
 def test_split_counts_an_answer_that_is_read(pair, slots, drafter):
@@ -208,10 +179,8 @@ def test_split_counts_an_answer_that_is_read(pair, slots, drafter):
     split.slot = slots.open(law, NO_STOP, len(prompt) + NUM_NEW, len(prompt))
     split.text = list(text)
     split.take(slots.read(split.slot, text, pick_root=False), given=len(text))
-    while not split.done:
-        split.take(slots.verify([split.draft(3)])[0])
+    split.finish(3)
     assert split.text == [*prompt, *plain.token_ids]
-    slots.close(split.slot)
 
 
 def test_split_drafts_ahead_and_keeps_what_was_right(pair, slots, drafter):
@@ -219,7 +188,6 @@ def test_split_drafts_ahead_and_keeps_what_was_right(pair, slots, drafter):
     the target's rows leaves the rows behind them."""
     split = Split(slots, drafter)
     split.open(PROMPTS[2], Sampling())
-    hits = 0
     ahead = drafter.chain(split.text, split.known, 3)
     while not split.done:
         request = DraftRequest(split.slot, ahead[:3], list(range(len(ahead[:3]))))
@@ -228,23 +196,11 @@ def test_split_drafts_ahead_and_keeps_what_was_right(pair, slots, drafter):
         (reply,) = slots.verify([request])
         split.take(reply)
         if ahead[: reply.count] == reply.tokens and len(ahead) > reply.count:
-            hits += 1
             ahead = ahead[reply.count :]
         else:
             ahead = drafter.chain(split.text, split.known, 3)
     (plain,) = pair.plain.generate([PROMPTS[2]], NUM_NEW, NO_STOP)
     assert split.text[len(PROMPTS[2]) :] == plain.token_ids
-    slots.close(split.slot)
-
-
-@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
-def test_split_text_does_not_depend_on_the_codec(pair, slots, drafter, codec):
-    split = Split(slots, drafter, codec)
-    split.open(PROMPTS[0], Sampling())
-    while not split.done:
-        split.take(slots.verify([split.draft(4)])[0])
-    (plain,) = pair.plain.generate([PROMPTS[0]], NUM_NEW, NO_STOP)
-    assert split.text == [*PROMPTS[0], *plain.token_ids]
     slots.close(split.slot)
 
 
@@ -254,21 +210,8 @@ def test_split_stops_where_plain_decoding_stops(pair, slots, drafter):
     (stopped,) = pair.plain.generate([PROMPTS[0]], NUM_NEW, [stop])
     split = Split(slots, drafter)
     split.open(PROMPTS[0], Sampling(), [stop])
-    while not split.done:
-        split.take(slots.verify([split.draft(4)])[0])
+    split.finish()
     assert (split.text[len(PROMPTS[0]) :], split.done) == (stopped.token_ids, "stop")
-    slots.close(split.slot)
-
-
-def test_split_long_prompts_come_in_chunks(pair, slots, drafter):
-    prompt = (np.arange(45) * 7 % 90 + 3).tolist()
-    (plain,) = pair.plain.generate([prompt], 12, NO_STOP)
-    split = Split(slots, drafter)
-    split.open(prompt, Sampling(), new=12)
-    while not split.done:
-        split.take(slots.verify([split.draft(4)])[0])
-    assert split.text == [*prompt, *plain.token_ids]
-    slots.close(split.slot)
 
 
 def test_split_stop_ids_within_a_prompt_end_nothing(slots):
@@ -279,11 +222,6 @@ def test_split_stop_ids_within_a_prompt_end_nothing(slots):
     assert root != 6 and done == ""
     assert slots.verify([DraftRequest(slot, [], [])])[0].tokens
     slots.close(slot)
-
-
-def test_split_client_holds_less_than_the_pair(pair, drafter):
-    whole = sum(leaf.size for leaf in jax.tree.leaves((pair.target.params, pair.drafter.params)))
-    assert num_held(drafter) < whole
 
 
 BROKEN = {
@@ -339,34 +277,17 @@ def test_split_sides_choose_the_format_of_their_weights(pair, slots):
     """A client in int8 drafts for a target that is not: the text is the target's, on its own."""
     described = describe_target(pair.target.folder)
     options = {"target_layer_inference": pair.drafter.config.target_layer_inference}
-    found = {
-        weights: load_drafter(pair.drafter.folder, described, weights=weights, **options)
-        for weights in (None, "int8")
-    }
-    drafters = {name: ClientDrafter(described, each, max_tokens=64) for name, each in found.items()}
-    held = {
-        name: sum(leaf.nbytes for leaf in jax.tree.leaves(drafter._weights))
-        for name, drafter in drafters.items()
-    }
-    assert held["int8"] < 0.4 * held[None]
+    loaded, drafters = {}, {}
+    for weights in (None, "int8"):
+        loaded[weights] = load_drafter(pair.drafter.folder, described, weights=weights, **options)
+        drafters[weights] = ClientDrafter(described, loaded[weights], max_tokens=64)
+    size = lambda params: sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    whole, held = size((pair.target.params, pair.drafter.params)), size(drafters[None]._weights)
+    assert size(drafters["int8"]._weights) < 0.4 * held < 0.4 * whole
     assert drafters["int8"].leaves == drafters[None].leaves  # what the server sends is the same
-    assert pairing_of(described, found["int8"]) == pairing_of(described, found[None])
+    assert pairing_of(described, loaded["int8"]) == pairing_of(described, loaded[None])
     split = Split(slots, drafters["int8"])
     (plain,) = pair.plain.generate([PROMPTS[0]], NUM_NEW, NO_STOP)
     split.open(PROMPTS[0], Sampling())
-    while not split.done:
-        (reply,) = slots.verify([split.draft(4)])
-        split.take(reply)
+    split.finish()
     assert split.text == [*PROMPTS[0], *plain.token_ids]
-    slots.close(split.slot)
-
-
-def test_split_pairs_are_loaded_in_part(pair):
-    """The drafter's files are read without the target's weights, too."""
-    described = describe_target(pair.target.folder)
-    reused = getattr(pair.drafter.config, "target_layer_inference", None)
-    loaded = load_drafter(
-        pair.drafter.folder, described, target_layer_inference=reused, dtype=jnp.float32
-    )
-    drafter = ClientDrafter(described, loaded, max_tokens=64)
-    assert num_held(drafter) > 0

@@ -19,7 +19,6 @@ from infer import bench
 from infer.bench.split import run, table
 from infer.bench.split.flags import parser_of
 from infer.bench.split.pairs import SplitBench
-from infer.cli import program
 from infer.cli.program import Progress
 from infer.split_client.answering import SplitClient
 from infer.split_client.drafter import PIECE
@@ -27,45 +26,14 @@ from infer.split_client.figures import figures_of, timed
 from infer.split_client.state import AnswerEvent, ClientOptions
 from moa_jax.config import MoaConfig, Sampling
 from moa_jax.drafters import DRAFTERS
-from moa_jax.errors import InputError
 from moa_jax.pretrained import load_target, save_drafter
 from tests.pairs import NO_STOP
 from tests.split.split_client import ToyDrafter
-from tests.split.split_server import PAIRING, ToySlots, plain, running
+from tests.split.split_server import PAIRING, plain
 from tests.train.test_regenerate import save_talkative_target
 
 PROMPTS = [[1, 2, 3], list(range(20)), [7] * 9, [5, 6]]
 NEW = 24
-REFUSED = {  # flags, and what the one line says
-    "--modes chain,rail": "--modes chain,rail; choose from stream, plain, chain, tree",
-    "--profiles 6g": "choose from loopback, wired, 5g, 4g, far",
-    "--tree 1,2,3": "--tree takes depth (2 or more)",
-    "--client-slowdown 0.5": "choose 1 or more",
-    "--target absent": "--target without --draft",
-    "--clients 8 --rate 2": "unrecognized arguments: --clients 8 --rate 2",
-    "--plot file.png": "unrecognized arguments: --plot file.png",
-    "--outages 3": "unrecognized arguments: --outages 3",
-    "--draft ./absent": "absent is not a folder",
-    "--draft lookup": "--draft lookup cannot write token by token, as chain asks",
-    "--sweep-depth 2": "unrecognized arguments: --sweep-depth 2",
-}
-
-
-@pytest.mark.parametrize("line", REFUSED)
-def test_split_bench_refuses_bad_flags_with_one_line(line, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as exit:
-        program.run(bench.main, ["--split", *line.split()])
-    shown = capsys.readouterr()
-    assert (exit.value.code, shown.out) == (2, "") and shown.err.count("\n") == 1
-    assert REFUSED[line] in shown.err
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running(ToySlots(8), max_queue=64) as found:
-        yield found
-        assert found.metric("split_failures_total") == 0
 
 
 def toy_bench(*modes: str, **flags) -> SplitBench:
@@ -112,16 +80,6 @@ def test_split_bench_tells_answers_that_differ(server):
     assert differences == [{"profile": "loopback", "mode": "chain", "prompt": 2}]
     assert profile["modes"][0]["same_as_plain"] == 3
     assert profile["modes"][0]["speedup_over_stream"] is None  # which was not asked for
-
-
-@pytest.mark.slow
-def test_split_bench_says_why_a_server_does_not_start():
-    flags = ["--target", "./absent", "--draft", "./absent"]
-    with (
-        pytest.raises(InputError, match="did not start: infer.server: .*absent is not a folder"),
-        run.server(flags),
-    ):
-        pass
 
 
 def test_split_first_tokens_of_a_drafter_alone_are_a_piece():

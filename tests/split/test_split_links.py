@@ -5,12 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 
-import numpy as np
 import pytest
 
-from infer.split_client.answering import SplitClient
-from infer.split_client.link import ConnectionLost
-from infer.split_client.replies import TokenRows, joined
 from tests.split.split_client import (
     CHAIN,
     CLOSE,
@@ -22,17 +18,11 @@ from tests.split.split_client import (
     ask,
     linked,
     nothing_left,
-    refuses_until,
     relayed,
     run_client,
     server_at,
 )
-from tests.split.split_server import (
-    Client,
-    ToySlots,
-    plain,
-    running,
-)
+from tests.split.split_server import Client, ToySlots, running
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -55,7 +45,7 @@ def test_split_client_drafting_ahead_delays_no_reply(server, name):
     drafter.chain, drafter.tree = slow, slow_tree
     options = dataclasses.replace(OPTIONS[name], lengths=(3,))
     found = ask(server_at(server.port), options, PROMPT, 8, drafter)
-    assert found.tokens == plain(PROMPT, 8)
+    found.check()
     assert found.counts.round_trips_s[0] < 2.9  # a reply's time, not a token's
     drafts = found.counts.rounds if name == "chain" else 0
     assert len(steps) <= drafts + 2 and set(steps) <= {1, 2, 3}
@@ -69,7 +59,8 @@ def test_split_client_waits_for_a_server_that_lives(server):
     with running(ToySlots(2)) as slow, nothing_left():
         slow.slots.seconds = 5.0
         found = ask(server_at(slow.port, timeout=4.0), CHAIN, PROMPT[:3], 1)
-    assert found.tokens == plain(PROMPT[:3], 1) and found.counts.drops == 0
+    found.check()
+    assert found.counts.drops == 0
 
 
 def test_split_client_does_not_wait_for_a_link_that_is_dead(server):
@@ -86,7 +77,8 @@ def test_split_client_does_not_wait_for_a_link_that_is_dead(server):
 
         address = server_at(proxy.port)
         found = ask(address, CHAIN, PROMPT, NEW, act=act)
-    assert found.tokens == plain(PROMPT, NEW) and found.counts.drops >= 1
+    found.check()
+    assert found.counts.drops >= 1
     assert times[3] - times[2] < 20  # far below what a reply may take
 
 
@@ -109,36 +101,8 @@ def test_disconnect_rows_of_a_prompt_come_once_over_links_that_die(server):
 
         found = run_client(server_at(port), CHAIN, work)
     found.check()
-    assert found.tokens == plain(prompt, NEW) and found.counts.prompts == 1
+    assert found.counts.prompts == 1
     assert sum(verdicts) < 25 + 2 * NEW  # 194 tokens in parts of 8
-
-
-def test_disconnect_again_and_again_feeds_no_token_twice(server, monkeypatch):
-    """The drafter's own rows of the tail stand until a reply comes."""
-    drafter, verify, calls, fed, between = ToyDrafter(), SplitClient._verify_tail, [], [], []
-    chain = drafter.chain
-
-    def counting(text, known, steps):
-        fed.append((len(text), steps))
-        return chain(text, known, steps)
-
-    async def failing(self):
-        calls.append(len(self.text.unverified))
-        if len(calls) == 1:
-            fed.clear()
-        if len(calls) < 6:
-            raise ConnectionLost("again")
-        if len(calls) == 6:
-            between.extend(fed)
-        await verify(self)
-
-    drafter.chain = counting
-    monkeypatch.setattr(SplitClient, "_verify_tail", failing)
-    with linked(server.port) as proxy:
-        act = refuses_until(proxy, 60)
-        found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, drafter, act=act)
-    assert found.tokens == plain(PROMPT, 300) and calls[0] > 60 and len(calls) > 5
-    assert all(steps > 1 for _, steps in between)  # none of the tail is fed once more
 
 
 def test_split_rows_come_in_parts_of_few_bytes():
@@ -149,21 +113,6 @@ def test_split_rows_come_in_parts_of_few_bytes():
         assert starts == [0, *(part.start + part.count for part in parts[:-1])]
         assert parts[-1].start + parts[-1].count == len(PROMPT) and parts[-1].tokens
         assert not any(part.tokens or not part.more for part in parts[:-1])
-
-
-def test_split_parts_that_follow_each_other_are_taken_in_at_once():
-    text = list(range(40))
-    rows = lambda a, b: [np.arange(a, b), np.arange(a, b)[:, None]]
-    parts = [TokenRows(a, text[a:b], rows(a, b)) for a, b in [(0, 3), (3, 8), (8, 9), (20, 22)]]
-    found = joined(parts, 8)
-    assert [(part.start, part.tokens) for part in found] == [
-        (0, text[:8]),
-        (8, [8]),
-        (20, [20, 21]),
-    ]
-    for part in found:
-        for ours, theirs in zip(part.rows, rows(part.start, part.tokens[-1] + 1), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
 
 
 def test_split_replies_in_small_parts_are_taken_in_whole(monkeypatch):
@@ -177,5 +126,5 @@ def test_split_replies_in_small_parts_are_taken_in_whole(monkeypatch):
     with running(ToySlots()) as server:
         found = ask(server_at(server.port), CHAIN, PROMPT, NEW, drafter)
     found.check()
-    assert found.tokens == plain(PROMPT, NEW) and sizes[0] == len(PROMPT)
+    assert sizes[0] == len(PROMPT)
     assert sizes[1:] == found.counts.accept_lengths and max(sizes[1:]) > 2

@@ -23,7 +23,6 @@ from moa_jax.split.pairing import mismatch, pairing_of
 from tests.drafting import untrained
 from tests.model_folders import edit_json, edit_tensors, refusal, tensors_of
 from tests.oracle import random_pair
-from tests.split.split_client import num_held
 
 HF_CONFIG, MODEL = random_pair.random_target("llama", 21, calm=0.2)
 KINDS = {
@@ -152,56 +151,35 @@ def test_a_drafter_without_files_borrows_nothing(moa):
     assert tensors_of(moa / "lookup" / "target") == {}
     pairs = [client_pair(moa / side, "lookup") for side in ("whole", "lookup")]
     assert mismatch(*(pairing_of(*pair) for pair in pairs)) == ""
-    assert num_held(ClientDrafter(*pairs[1], max_tokens=64)) == 0
+    assert not jax.tree.leaves(ClientDrafter(*pairs[1], max_tokens=64)._weights)
 
 
 # ---- another pair is refused --------------------------------------------------------------
 
 
-def another_layer(moa):
-    name = "model.layers.0.mlp.up_proj.weight"
-    weights = tensors_of(moa / "whole" / "target")[name]
-    edit_tensors(moa / "whole" / "target", **{name: weights + 1})
+TOKENIZER = "part/target/tokenizer.json"
+CHANGES = [  # a folder with the tensor that changes, or a file with its new keys; what is said
+    ("whole/target", "model.layers.0.mlp.up_proj.weight", "the target's files: "),
+    ("part/target", "lm_head.weight", "the target's files: "),
+    ("whole/draft", "layer_self_attention.mlp.up_proj.weight", "the drafter's files: "),
+    (TOKENIZER, {"model": {"vocab": {"other": 0}}}, "the tokenizer: "),
+    ("part/target/config.json", {"note": "another"}, "the target's files: "),
+    (
+        "whole/draft/config.json",
+        {"target_layer_inference": 2},
+        "N (target layers that the drafter reuses): 2 on the server, 0",
+    ),
+]
 
 
-def another_head(moa):
-    weights = tensors_of(moa / "part" / "target")["lm_head.weight"]
-    edit_tensors(moa / "part" / "target", **{"lm_head.weight": weights + 1})
-
-
-def another_mixer(moa):
-    name = "layer_self_attention.mlp.up_proj.weight"
-    weights = tensors_of(moa / "whole" / "draft")[name]
-    edit_tensors(moa / "whole" / "draft", **{name: weights + 1})
-
-
-def another_tokenizer(moa):
-    for path in (moa / "part" / "target").glob("tokenizer*"):
-        path.write_text('{"model": {"vocab": {"other": 0}}}')
-    edit_json(moa / "part" / "draft" / "config.json", target={})
-
-
-def another_config(moa):
-    edit_json(moa / "part" / "target" / "config.json", note="another")
-
-
-def another_number_of_layers(moa):
-    edit_json(moa / "whole" / "draft" / "config.json", target_layer_inference=2)
-
-
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        (another_layer, "the target's files: "),
-        (another_head, "the target's files: "),
-        (another_mixer, "the drafter's files: "),
-        (another_tokenizer, "the tokenizer: "),
-        (another_config, "the target's files: "),
-        (another_number_of_layers, "N (target layers that the drafter reuses): 2 on the server, 0"),
-    ],
-)
-def test_a_part_of_another_pair_is_noticed(moa, change, says):
-    change(moa)
+@pytest.mark.parametrize("place, change, says", CHANGES)
+def test_a_part_of_another_pair_is_noticed(moa, place, change, says):
+    if isinstance(change, str):
+        edit_tensors(moa / place, **{change: tensors_of(moa / place)[change] + 1})
+    else:
+        edit_json(moa / place, **change)
+    if place == TOKENIZER:
+        edit_json(moa / "part" / "draft" / "config.json", target={})
     assert mismatch(facts(moa / "whole"), facts(moa / "part")).startswith(says)
 
 

@@ -1,7 +1,5 @@
 """The text of a split answer, without a network."""
 
-import random
-
 from infer.split_client.state import AnswerText
 
 STOP = 9
@@ -38,21 +36,3 @@ def test_split_text_kept_tokens_are_told_from_verified_ones():
     assert text.kept == [False, False, True, True, False] and text.num_unverified == 2
     text.cut(2)
     assert text.answer == [2, 3] and text.num_unverified == 1
-
-
-def test_split_text_what_was_verified_stays():
-    """Whatever is written alone, settled and rewritten."""
-    for seed in range(50):
-        chance = random.Random(seed)
-        text, settled = AnswerText([0, 0], 60, []), []
-        for _ in range(20):
-            tokens = [chance.randrange(3) for _ in range(chance.randrange(5))]
-            if chance.random() < 0.5:
-                text.write(tokens)
-            else:
-                text.settle(tokens)
-                text.replace_tail(tokens)
-            verified = text.event().verified
-            assert text.answer[: len(settled)] == settled and verified >= len(settled)
-            settled = text.answer[:verified]
-            assert settled == text.committed[2:]

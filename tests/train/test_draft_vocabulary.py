@@ -79,25 +79,19 @@ def test_what_cannot_be_made_is_refused_before_training(small_target, tmp_path):
     own = said(draft_vocabulary=9, drafter=Eagle3Config(1, 24))
     assert own.startswith("draft_vocabulary 9: a drafter of kind eagle3 has a head of its own")
     assert not (tmp_path / "run").exists()
+    assert not changes(fingerprint(config), dataclasses.replace(config, draft_vocabulary=9))
 
 
-def test_a_run_goes_on_with_another_size(small_target, tmp_path):
-    config = distill_config(tmp_path, small_target)
-    other = dataclasses.replace(config, draft_vocabulary=9)
-    assert not changes(fingerprint(config), other)
+def save(target: Target, config: DistillConfig, vocabulary: DraftVocabulary | None = None) -> Path:
+    params = DRAFTERS["moa"].make(config.drafter, target.config).init(jax.random.key(0))
+    distill.save(config, params, target, vocabulary)
+    return Path(config.output)
 
 
 @pytest.fixture
 def drafter(small_target, tmp_path) -> Path:
     """The folder of an untrained drafter."""
-    target, config = describe_target(small_target), distill_config(tmp_path, small_target)
-    save(target, config)
-    return Path(config.output)
-
-
-def save(target: Target, config: DistillConfig, vocabulary: DraftVocabulary | None = None) -> None:
-    params = DRAFTERS["moa"].make(config.drafter, target.config).init(jax.random.key(0))
-    distill.save(config, params, target, vocabulary)
+    return save(describe_target(small_target), distill_config(tmp_path, small_target))
 
 
 @pytest.mark.slow

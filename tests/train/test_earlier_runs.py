@@ -6,7 +6,6 @@ checkpoint of step 8 of 12, the finished drafter and its target. All paths are r
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import tarfile
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape
-from tests.train.test_training import CONVERSATIONS, DATA, distill_config
+from tests.train.test_training import CONVERSATIONS, changed, distill_config
 from train import distill
 
 
@@ -43,9 +42,9 @@ def test_an_earlier_checkpoint_goes_on_and_an_earlier_drafter_decodes(earlier, c
     (plain,) = Session(target).generate([[5, 9, 40, 7]], 16, stop_ids=())
     assert drafted(target, "draft") == plain.token_ids
     paths = (Path(CONVERSATIONS).name,)
-    data = dataclasses.replace(DATA, train=paths, validation=paths)
     finished = load_drafter("draft", target).params
-    distill.distill(dataclasses.replace(distill_config(Path(), Path("target")), data=data))
+    config = distill_config(Path(), Path("target"))
+    distill.distill(changed(config, data_train=paths, data_validation=paths))
     assert "12 steps, the last 4 in" in capsys.readouterr().err
     compare(finished, load_drafter("draft", target).params)
 

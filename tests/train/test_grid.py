@@ -1,4 +1,4 @@
-"""Grids of drafters: committed grids are matched, finished runs stay what they were, prompts."""
+"""Grids of drafters: matched cells, finished runs, prompts, intervals and the report."""
 
 import dataclasses
 import json
@@ -7,32 +7,74 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from infer.cli.flags.config_file import read_config
 from infer.info import ROOT
 from moa_jax import Session, load_drafter, load_target
-from moa_jax.config import DraftShape, Eagle3Config, GridConfig
+from moa_jax.config import DraftShape, Eagle3Config, EagleConfig, GridConfig, MoaConfig
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.drafters.api import TapSpec
-from moa_jax.errors import InputError
+from moa_jax.pretrained import describe_target
 from moa_jax.training.fingerprint import fingerprint
 from tests.model_folders import refusal
-from tests.train.test_training import CONVERSATIONS, distill_config
-from tests.train.toy_grids import (
-    DEMO,
-    MOA,
-    TARGET,
-    changed,
-    decoded_by,
-    finish,
-    held_out,
-    toy_grid,
-    with_cell,
-)
+from tests.train.test_training import CONVERSATIONS, changed, distill_config
 from train import grid as grids
 from train.grid import sizes_of
+from train.run.grid_report import DRAWS, ENDINGS, _taus, render
 from train.run.target_cache import CacheFlags, shared
+
+MOA = MoaConfig(1, 24, 1, 24, 1, 16)
+DEMO = ROOT / "moa_jax" / "demo" / "target"
+TARGET = describe_target(DEMO)
+
+
+def held_out(folder: Path) -> str:
+    """Conversations that are not those of the training data, as a file."""
+    records = [json.loads(line) for line in Path(CONVERSATIONS).read_text().splitlines()[:6]]
+    for record in records:
+        record["messages"][0]["content"] = f"Hello. {record['messages'][0]['content']}"
+    path = folder / "held_out.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def toy_grid(folder, target=DEMO, **changes) -> GridConfig:
+    base = distill_config(folder, target)
+    base = changed(base, data_validation=(held_out(folder),))
+    cells = (
+        ("moa", changed(base, drafter=MOA)),
+        ("eagle", changed(base, drafter=EagleConfig(1, 24))),
+    )
+    settings = dict(
+        learning_rates=(1e-3, 1e-4),
+        directory=str(folder / "grid"),
+        reference="eagle",
+        shapes=(DraftShape(3), DraftShape(3, 2, 4)),
+        prompts=2,
+        max_new_tokens=8,
+    )
+    return GridConfig(cells, **settings | changes)
+
+
+def finish(run: grids.GridRun, tau: float, **facts) -> None:
+    """What a finished run leaves, as far as the report reads it."""
+    grids.finish(run, **{"simulated_tau": tau, "files": {}} | facts)
+
+
+def with_cell(grid: GridConfig, **changes) -> GridConfig:
+    """The grid with other settings in its first cell."""
+    (name, config), *others = grid.cells
+    return dataclasses.replace(grid, cells=((name, changed(config, **changes)), *others))
+
+
+def decoded_by(grid: GridConfig, rounds: list[int]) -> dict:
+    """What finished.json holds where the prompts got 8 tokens each in so many rounds."""
+    counts = {"tokens": [8] * len(rounds), "rounds": rounds}
+    shapes = [dict.fromkeys(ENDINGS, counts)] * len(grid.shapes)
+    return {"decoding": grids.decoding_of(grid), "decoded": shapes}
+
 
 # Prefixes of the settings that cells of a comparison share.
 ALIKE = ("target", "data", "optim.total_steps", "optim.accumulate", "horizon", "run.dtype")
@@ -49,7 +91,15 @@ def test_every_rate_and_seed_has_a_run_of_its_own(tmp_path):
     assert "--runs walrus-* matches no run" in refusal(chosen, "moa-*", "walrus-*")
 
 
-def test_a_grid_without_prompts_is_refused_before_it_is_trained(tmp_path, monkeypatch):
+def test_a_grid_that_cannot_be_compared_is_refused(tmp_path, monkeypatch):
+    for changes, line in (
+        (dict(reference="walrus"), "no cell"),
+        (dict(seeds=()), "no seeds"),
+        (dict(prompts=0), "prompts is 0; choose a whole number of at least 1"),
+        (dict(max_new_tokens=1), "max_new_tokens is 1; choose a whole number of at least 2"),
+    ):
+        assert line in refusal(toy_grid, tmp_path, **changes)
+    assert "several targets" in refusal(with_cell, toy_grid(tmp_path), target="other")
     grid = toy_grid(tmp_path, max_new_tokens=1024)  # all positions of the target
     monkeypatch.setattr(grids, "read_config", lambda path, kind: grid)
     monkeypatch.setattr(grids, "train", None)
@@ -59,10 +109,7 @@ def test_a_grid_without_prompts_is_refused_before_it_is_trained(tmp_path, monkey
 
 def test_without_rates_each_cell_keeps_its_own(tmp_path):
     grid = toy_grid(tmp_path, learning_rates=())
-    (name, config), other = grid.cells
-    fast = dataclasses.replace(config.optim, learning_rate=5e-3)
-    cells = ((name, dataclasses.replace(config, optim=fast)), other)
-    runs = grids.runs_of(dataclasses.replace(grid, cells=cells))
+    runs = grids.runs_of(with_cell(grid, optim_learning_rate=5e-3))
     assert [(run.cell, run.learning_rate) for run in runs] == [("moa", 5e-3), ("eagle", 1e-3)]
     assert [run.config.optim.learning_rate for run in runs] == [5e-3, 1e-3]
     assert runs[0].config.run.directory.endswith("/moa-lr0.005-seed0")
@@ -107,24 +154,19 @@ def test_the_best_rate_is_reported(tmp_path):
     assert f"| moa | 1 | {size} | 0.0001 | 0.0001: 1.20, 0.001: - |\n" in text
 
 
-WIDER = dataclasses.replace(MOA, self_attention_intermediate_size=32)
-
-
-OTHERS = [
-    (dict(drafter=WIDER), "drafter.self_attention_intermediate_size: 24 -> 32"),
-    (dict(optim_total_steps=13), "optim.total_steps: 12 -> 13"),
-    (dict(data_train=("other.jsonl",)), '-> ["other.jsonl"]'),
-]
-
-
-@pytest.mark.parametrize(("changes", "line"), OTHERS)
-def test_a_finished_run_of_other_settings_is_no_result(tmp_path, changes, line):
+def test_a_finished_run_of_other_settings_is_no_result(tmp_path):
     grid = toy_grid(tmp_path)
     run = grids.runs_of(grid)[0]
     finish(run, 1.5)
     assert [row["cell"] for row in grids.rows_of(grid)] == ["moa"]
-    said = refusal(grids.rows_of, with_cell(grid, **changes))
-    assert said.startswith("cell moa: ") and str(run.folder) in said and line in said
+    wider = dataclasses.replace(MOA, self_attention_intermediate_size=32)
+    for changes, line in (
+        (dict(drafter=wider), "drafter.self_attention_intermediate_size: 24 -> 32"),
+        (dict(optim_total_steps=13), "optim.total_steps: 12 -> 13"),
+        (dict(data_train=("other.jsonl",)), '-> ["other.jsonl"]'),
+    ):
+        said = refusal(grids.rows_of, with_cell(grid, **changes))
+        assert said.startswith("cell moa: ") and str(run.folder) in said and line in said
 
 
 @pytest.mark.slow
@@ -180,18 +222,6 @@ def test_one_cache_serves_all_cells_of_the_same_rows(tmp_path):
     ):
         other = with_cell(grid, **changes)
         assert line in refusal(one_of, other)
-
-
-def test_a_config_that_cannot_be_compared(tmp_path):
-    with pytest.raises(InputError, match="no cell"):
-        toy_grid(tmp_path, reference="walrus")
-    with pytest.raises(InputError, match="no seeds"):
-        toy_grid(tmp_path, seeds=())
-    with pytest.raises(InputError, match="several targets"):
-        with_cell(toy_grid(tmp_path), target="other")
-    for name, low in (("prompts", 1), ("max_new_tokens", 2)):
-        said = refusal(toy_grid, tmp_path, **{name: low - 1})
-        assert said == f"{name} is {low - 1}; choose a whole number of at least {low}"
 
 
 @pytest.mark.slow
@@ -265,3 +295,72 @@ def counted_alone(run: grids.GridRun, grid: GridConfig) -> tuple[int, int]:
     found = [session.generate([prompt], grid.max_new_tokens)[0] for prompt in prompts]
     tokens = sum(len(result.token_ids) - 1 for result in found)
     return tokens, sum(result.rounds for result in found)
+
+
+# ---- the report ---------------------------------------------------------------------------
+
+
+def counts(tokens_P, rounds_P) -> dict[str, list[int]]:
+    return {"tokens": list(tokens_P), "rounds": list(rounds_P)}
+
+
+def interval(*seeds: dict, bases: tuple = ()) -> str:
+    """As the report shows it: `1.00 to 2.00`."""
+    cells = _taus("tau", "eagle", seeds, bases)
+    return cells["tau / eagle" if bases else "tau"].partition(" (")[2].rstrip(")")
+
+
+def test_intervals_are_those_of_drawn_prompts():
+    tokens_P, rounds_P = np.array([10, 20, 30, 40]), np.array([10, 5, 15, 10])
+    tau = counts(tokens_P, rounds_P)
+    chance, found = np.random.default_rng(5), []
+    for _ in range(4000):
+        drawn = chance.choice(4, 4)
+        found.append(tokens_P[drawn].sum() / rounds_P[drawn].sum())
+    expected = np.quantile(found, [0.05, 0.95])
+    bounds = [float(bound) for bound in interval(tau).split(" to ")]
+    np.testing.assert_allclose(bounds, expected, rtol=0.06)
+    assert interval(tau) == interval(tau) and DRAWS == 1000
+    assert _taus("tau", "eagle", [tau], [])["tau"].startswith("2.50 (")
+    assert interval(counts([9, 9, 9], [3, 3, 3])) == "3.00 to 3.00"
+
+
+def test_intervals_of_ratios_draw_the_same_prompts():
+    tokens_P, rounds_P = np.array([10, 20, 30, 40]), np.array([10, 5, 15, 10])
+    slow, fast = counts(tokens_P, 2 * rounds_P), counts(tokens_P, rounds_P)
+    assert interval(fast, bases=(slow,)) == "2.00 to 2.00"
+    low, high = map(float, interval(fast).split(" to "))
+    assert high - low > 1
+
+
+def test_means_of_seeds_draw_the_seeds_as_well():
+    slow, fast = counts([20, 20], [20, 20]), counts([20, 20], [10, 10])
+    assert interval(slow, fast) == "1.00 to 2.00"
+    assert interval(slow, fast, bases=(fast, slow)) == "0.50 to 2.00"
+    assert interval(fast, fast, bases=(slow, slow)) == "2.00 to 2.00"
+
+
+def test_the_report_names_settings_that_cells_do_not_share(tmp_path):
+    grid = toy_grid(tmp_path)
+    assert "Other settings" not in render(grid, [], TARGET, {})
+    text = render(with_cell(grid, optim_total_steps=13), [], TARGET, {})
+    assert "Other settings than eagle:\n\n- moa: optim.total_steps: 12 -> 13" in text
+
+
+def test_the_report_has_the_means_of_seeds(tmp_path):
+    """A chain and a tree; a cell that is not decoded yet has no line in their tables."""
+    grid = toy_grid(tmp_path, learning_rates=(), seeds=(0, 1))
+    cells = (*grid.cells, ("later", grid.cells[0][1]))
+    grid = dataclasses.replace(grid, cells=cells)
+    finished = zip(grids.runs_of(grid), ([2, 2], [4, 4], None, [4, 4], [4, 4], None), strict=True)
+    for run, rounds in finished:
+        finish(run, 1.5, **decoded_by(grid, rounds) if rounds else {})
+    text = render(grid, grids.rows_of(grid), TARGET, sizes_of(grid, TARGET))
+    mean = "3.00 (2.00 to 4.00) | 1.50 (1.00 to 2.00)"
+    assert text.count(f"\n| moa | 2 | {mean} | {mean} |\n") == 2
+    mean = "2.00 (2.00 to 2.00) | 1.00"
+    assert text.count(f"\n| eagle | 2 | {mean} | {mean} |\n") == 2
+    assert (
+        text.count("\n| later |") == 2 and "\n## Chain 3\n" in text and "\n## Tree 3/2/4\n" in text
+    )
+    assert "all rounds of up to 2 distinct held-out" in text

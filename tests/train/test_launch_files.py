@@ -55,62 +55,40 @@ def test_every_flag_exists(name):
         load_config("configs/moa_llama3_8b.py", DistillConfig, [f"--{flag}", "x"])
 
 
-@pytest.mark.parametrize("name", [*SLURM, "slurm_restart.sh", "serve_slurm.sbatch"])
-def test_shells_can_read_them(name):
-    subprocess.run(["bash", "-n", CONFIGS / name], check=True)
-
-
-@pytest.mark.parametrize("name", SLURM)
-def test_files_that_they_mention_are_there(name):
-    text = scripts()[name]
-    mentioned = re.findall(r"\bconfigs/[\w.]+", text)
-    assert len(mentioned) > 2
-    for path in mentioned:
-        assert (ROOT / path).is_file(), path
-
-
 @pytest.mark.parametrize("name", SLURM)
 def test_slurm_warns_and_requeues(name):
-    lines = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", scripts()[name], re.MULTILINE)
-    options = dict(lines)
+    text = scripts()[name]
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.MULTILINE))
     assert {"requeue", "nodes", "time", "ntasks-per-node"} <= set(options)
     assert options["signal"].startswith("TERM@")  # not B:, which would reach the script alone
     assert options["open-mode"] == "append"
+    mentioned = re.findall(r"\bconfigs/[\w.]+", text)
+    assert len(mentioned) > 2 and all((ROOT / path).is_file() for path in mentioned)
+    if "gpu" in name:  # every GPU has a process that sees them all
+        assert options["gpus-per-node"] == options["ntasks-per-node"]
+        assert "--gpu-bind=none" in text and "gpus-per-task" not in options
+        assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92" in text  # as infer.bench.plan.machines counts
 
 
-def test_every_gpu_has_a_process_that_sees_them_all():
-    text = scripts()["slurm_gpu.sbatch"]
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
-    assert options["gpus-per-node"] == options["ntasks-per-node"]
-    assert "--gpu-bind=none" in text and "gpus-per-task" not in options
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92" in text  # as infer.bench.plan.machines counts
+def chips_of(pod: dict, pods: int) -> int:
+    """The chips of all pods of a slice, which its topology says too; their volumes are mounted."""
+    (container,) = pod["containers"]
+    chips = container["resources"]["limits"]["google.com/tpu"]
+    assert chips == container["resources"]["requests"]["google.com/tpu"]
+    rows, columns = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+    assert pods * chips == int(rows) * int(columns)
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["volumes"]}
+    return pods * chips
 
 
-def test_the_jobset_is_a_whole_slice():
-    chips = CONTAINER["resources"]["limits"]["google.com/tpu"]
-    rows, columns = POD["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+def test_the_jobset_is_a_whole_slice_that_restarts_after_all_but_bad_input():
     assert SLICE["parallelism"] == SLICE["completions"]
-    assert SLICE["parallelism"] * chips == int(rows) * int(columns) == 16
-    assert chips == CONTAINER["resources"]["requests"]["google.com/tpu"]
-    assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == {
-        volume["name"] for volume in POD["volumes"]
-    }
-
-
-def test_the_jobset_restarts_all_but_bad_input():
+    assert chips_of(POD, SLICE["parallelism"]) == 16
     assert SLICE["backoffLimit"] == 0 and POD["restartPolicy"] == "Never"
     (fatal,) = SLICE["podFailurePolicy"]["rules"]
-    assert fatal["action"] == "FailJob"
-    assert fatal["onExitCodes"] == {
-        "containerName": CONTAINER["name"],
-        "operator": "In",
-        "values": [BAD_INPUT],
-    }
-    policy = JOBSET["spec"]["failurePolicy"]
-    assert policy["maxRestarts"] > 10
-    assert policy["rules"] == [
-        {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    ]
+    assert (fatal["action"], fatal["onExitCodes"]["values"]) == ("FailJob", [BAD_INPUT])
+    assert JOBSET["spec"]["failurePolicy"]["maxRestarts"] > 10
 
 
 # ---- serving ------------------------------------------------------------------------------
@@ -135,14 +113,9 @@ def test_a_server_of_one_slice_uses_all_of_it():
     template = GROUPS["spec"]["leaderWorkerTemplate"]
     pod = template["workerTemplate"]["spec"]
     (container,) = pod["containers"]
-    chips = container["resources"]["limits"]["google.com/tpu"]
-    rows, columns = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
     mesh = mesh_sizes(re.search(r"--mesh (\S+)", container["args"][0])[1])
-    assert template["size"] * chips == int(rows) * int(columns) == mesh["tensor"] * mesh["data"]
+    assert chips_of(pod, template["size"]) == mesh["tensor"] * mesh["data"]
     assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
-    assert {mount["name"] for mount in container["volumeMounts"]} == {
-        volume["name"] for volume in pod["volumes"]
-    }
     (port,) = SERVICE["spec"]["ports"]
     assert port["port"] == container["ports"][0]["containerPort"] == 8000  # as infer.serve has it
     labels = template["workerTemplate"]["metadata"]["labels"]
@@ -281,6 +254,9 @@ def test_a_job_that_fails_says_so_though_an_earlier_one_has_finished(tmp_path, n
     (tmp_path / "run" / "final" / "config.json").touch()
     ran = subprocess.run(["bash", CONFIGS / name, "configs/tiny.py"], env=variables)
     assert ran.returncode == BAD_INPUT and not (tmp_path / "run.scontrol").exists()
+    pipes = {"capture_output": True, "text": True}
+    ran = subprocess.run(["bash", CONFIGS / name], env=variables, **pipes)
+    assert ran.returncode and "give a config file" in ran.stderr
 
 
 @pytest.mark.parametrize("given", [None, "", "/scratch/compiled"])
@@ -322,12 +298,3 @@ def test_a_pod_passes_on_that_it_must_go(tmp_path):
     running.send_signal(signal.SIGTERM)
     assert running.wait(timeout=30) == UNFINISHED
     assert (tmp_path / "run" / "checkpoints" / "40").is_dir()  # it had time to save
-
-
-def test_slurm_files_need_a_config(tmp_path):
-    variables = environment(tmp_path, "finish")
-    for name in SLURM:
-        ran = subprocess.run(
-            ["bash", CONFIGS / name], env=variables, capture_output=True, text=True
-        )
-        assert ran.returncode and "give a config file" in ran.stderr

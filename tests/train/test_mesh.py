@@ -1,9 +1,7 @@
 """Training on several devices and processes: the same losses, wherever arrays live."""
 
-import dataclasses
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,32 +13,23 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from moa_jax import InputError
 from moa_jax.config import MeshConfig
-from moa_jax.drafters import DRAFTERS
 from moa_jax.model import convert, sharding
 from moa_jax.training.distillation import abstract_frozen, make_train_step
 from moa_jax.training.flops import abstract_batch, programs_in
 from tests.meeting import free_port
+from tests.model_folders import refusal
 from tests.train import collectives_run, mesh_run
+from tests.train.test_training import changed
 
 ROOT = Path(__file__).parents[2]
-STEPS = 20
+STEPS = "20"
 
 
-def run(*arguments: str) -> subprocess.Popen:
-    return started("tests.train.mesh_run", str(STEPS), *arguments)
-
-
-def started(module: str, *arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=os.environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
-def losses_of(process: subprocess.Popen) -> list[list[float]]:
-    return told_of("losses", process)
+def run(*arguments: str, module: str = "mesh_run") -> subprocess.Popen:
+    command = [sys.executable, "-m", f"tests.train.{module}", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, **pipes)
 
 
 def told_of(wanted: str, process: subprocess.Popen) -> list[Any]:
@@ -53,28 +42,32 @@ def told_of(wanted: str, process: subprocess.Popen) -> list[Any]:
 @pytest.fixture(scope="module")
 def alone() -> list[float]:
     """The losses of one device."""
-    return mesh_run.losses(STEPS, MeshConfig(1, 1, 1), jax.devices()[:1])
+    return mesh_run.losses(int(STEPS), MeshConfig(1, 1, 1), jax.devices()[:1])
 
 
 def assert_same(found: list[float], expected: list[float]) -> None:
-    assert len(found) == STEPS
+    assert len(found) == int(STEPS)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_mesh_of_eight_devices_trains_as_one(alone):
-    (found,) = losses_of(run("2,2,2", "--devices", "8"))
-    assert_same(found, alone)
-
-
-@pytest.mark.slow
-def test_meshes_of_any_shape_train_as_one(alone):
+@pytest.mark.parametrize(
+    ("meshes", "flags"),
+    [
+        (["2,2,2"], ["--devices", "8"]),
+        (["4,1,1", "1,4,1", "1,2,2", "1,2,2,copied"], ["--devices", "4"]),
+        (["1,2,2"], ["--devices", "4", "--blocks", "8"]),
+        (["1,4,1", "1,2,2"], ["--devices", "4", "--cached"]),
+    ],
+    ids=["eight devices", "any shape", "scores in blocks", "what a cache keeps"],
+)
+def test_meshes_train_as_one_device(alone, meshes, flags):
     """With the target cut, as without a word on memory, and with a copy of it on each device.
 
-    Over `tensor` the drafter has rows of its own.
+    Over `tensor` the drafter has rows of its own. Scores in blocks are those of the kernels of
+    accelerators, where each device has its own rows and heads.
     """
-    meshes = ("4,1,1", "1,4,1", "1,2,2", "1,2,2,copied")
-    each = losses_of(run(*meshes, "--devices", "4"))
+    each = told_of("losses", run(STEPS, *meshes, *flags))
     assert len(each) == len(meshes)
     for found in each:
         assert_same(found, alone)
@@ -83,8 +76,8 @@ def test_meshes_of_any_shape_train_as_one(alone):
 @pytest.mark.slow
 def test_parts_with_too_few_rows_for_all_devices_train_as_one():
     """The drafter is then cut as the target is."""
-    alone = mesh_run.losses(STEPS, MeshConfig(1, 1, 1), jax.devices()[:1], accumulate=4)
-    (found,) = losses_of(run("1,2,2", "--devices", "4", "--parts", "4"))
+    alone = mesh_run.losses(int(STEPS), MeshConfig(1, 1, 1), jax.devices()[:1], accumulate=4)
+    (found,) = told_of("losses", run(STEPS, "1,2,2", "--devices", "4", "--parts", "4"))
     assert_same(found, alone)
 
 
@@ -96,7 +89,7 @@ def test_no_device_makes_or_gets_the_logits_of_others():
     """
     tokens = {mesh_run.T, mesh_run.ROWS // 2 * mesh_run.T}
     vocab, guesses = collectives_run.VOCAB, collectives_run.GUESSES
-    sent = dict(told_of("sent", started("tests.train.collectives_run", "1,2,2")))
+    sent = dict(told_of("sent", run("1,2,2", module="collectives_run")))
     assert sent.keys() == collectives_run.DRAFTERS.keys()
     for name, collectives in sent.items():
         assert collectives and not any(vocab in shape for _, shape in collectives), name
@@ -108,17 +101,12 @@ def test_no_device_makes_or_gets_the_logits_of_others():
 
 
 @pytest.mark.slow
-def test_meshes_train_as_one_with_scores_in_blocks(alone):
-    """Kernels of accelerators, each device with its own rows and heads."""
-    (found,) = losses_of(run("1,2,2", "--devices", "4", "--blocks", "8"))
-    assert_same(found, alone)
-
-
-@pytest.mark.slow
 def test_a_mesh_trains_as_one_in_bfloat16():
     """Partial sums of activations are rounded, and none of gradients."""
-    alone = mesh_run.losses(STEPS, MeshConfig(1, 1, 1), jax.devices()[:1], dtype="bfloat16")
-    for found in losses_of(run("1,4,1", "1,2,2", "--devices", "4", "--dtype", "bfloat16")):
+    alone = mesh_run.losses(int(STEPS), MeshConfig(1, 1, 1), jax.devices()[:1], dtype="bfloat16")
+    for found in told_of(
+        "losses", run(STEPS, "1,4,1", "1,2,2", "--devices", "4", "--dtype", "bfloat16")
+    ):
         np.testing.assert_allclose(found[:2], alone[:2], rtol=1e-4)  # then roundings add up
         np.testing.assert_allclose(found, alone, rtol=1e-2)
 
@@ -156,18 +144,22 @@ def equations(jaxpr):
 
 
 @pytest.mark.slow
-def test_meshes_train_as_one_on_what_a_cache_keeps(alone):
-    for found in losses_of(run("1,4,1", "1,2,2", "--devices", "4", "--cached")):
-        assert_same(found, alone)
-
-
-@pytest.mark.slow
 def test_two_processes_on_one_mesh_train_as_one(alone):
     place = f"127.0.0.1:{free_port()}"
-    flags = ("1,2,2", "--devices", "2", "--coordinator", place, "--processes", "2", "--process")
+    flags = (
+        STEPS,
+        "1,2,2",
+        "--devices",
+        "2",
+        "--coordinator",
+        place,
+        "--processes",
+        "2",
+        "--process",
+    )
     first, second = run(*flags, "0"), run(*flags, "1")
-    (found,) = losses_of(first)
-    assert losses_of(second) == []  # process 0 speaks for all
+    (found,) = told_of("losses", first)
+    assert told_of("losses", second) == []  # process 0 speaks for all
     assert_same(found, alone)
 
 
@@ -177,13 +169,12 @@ def test_two_processes_on_one_mesh_train_as_one(alone):
 def test_names_become_mesh_axes():
     assert sharding.spec(("embed", "kv_heads", None, None)) == P("fsdp", "tensor", None, None)
     assert sharding.spec(("rows",)) == P(("data", "fsdp"))
-
-
-def test_unknown_and_colliding_names_raise():
     with pytest.raises(KeyError, match="embedd"):
         sharding.spec(("embedd",))
     with pytest.raises(ValueError, match="cannot cut twice"):
         sharding.spec(("rows", "embed"))
+    x = jnp.ones((2, 3))
+    assert sharding.constrain(x, "rows") is x  # without a mesh
 
 
 def test_every_array_of_both_models_has_a_rule():
@@ -198,14 +189,6 @@ def test_every_array_of_both_models_has_a_rule():
     assert layers["mlp"]["down"]["kernel"].spec == P(None, "tensor", "fsdp")
     moments = program.state_sharding.opt_state[1][0].mu  # of Adam: they lie as their weights do
     assert moments["ekv2e"]["kernel"].spec == P("tensor", "fsdp")
-    tables = (
-        convert.target_table(mesh_run.TARGET),
-        DRAFTERS["moa"].table(mesh_run.DRAFTER, mesh_run.TARGET),
-    )
-    for table in tables:
-        for path, packing in table.items():
-            assert len(packing.axes) == len(packing.shape), path
-            sharding.spec(packing.axes)
 
 
 @pytest.mark.parametrize(
@@ -215,8 +198,7 @@ def test_every_array_of_both_models_has_a_rule():
 )
 def test_a_drafter_has_rows_of_its_own_beside_a_target_that_is_cut(rows, where):
     """Where there are enough; else it is cut as the target is."""
-    config = mesh_run.config_of(MeshConfig(1, 2, 2))
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, rows_per_batch=rows))
+    config = changed(mesh_run.config_of(MeshConfig(1, 2, 2)), data_rows_per_batch=rows)
     program = make_train_step(config, mesh_run.TARGET, abstract_mesh(2, 2), memory=0)
     places = program.state_sharding.params["self_attention"]["mlp"]
     assert places["down"]["kernel"].spec == where
@@ -225,50 +207,19 @@ def test_a_drafter_has_rows_of_its_own_beside_a_target_that_is_cut(rows, where):
     )
 
 
-@pytest.mark.parametrize(
-    ("sizes", "devices", "shape"),
-    [((1, -1, 1), 1, (1, 1, 1)), ((1, 1, 1), 1, (1, 1, 1)), ((-1, 1, 1), 1, (1, 1, 1))],
-)
-def test_minus_one_takes_the_rest(sizes, devices, shape):
-    mesh = sharding.make_mesh(MeshConfig(*sizes), jax.devices()[:devices])
-    assert mesh.devices.shape == shape and mesh.axis_names == sharding.MESH_AXES
-
-
-def test_rows_are_read_where_they_live():
-    mesh = sharding.make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])
-    where = sharding.rows(mesh)
-    asked = []
-
-    def read(rows: slice) -> dict:
-        asked.append(rows)
-        return {"x": np.arange(8).reshape(4, 2)[rows]}
-
-    placed = sharding.place_rows(read, where, (4,))
-    assert asked == [slice(0, 4)]
-    np.testing.assert_array_equal(placed["x"], np.arange(8).reshape(4, 2))
-
-
-def test_constrain_is_idle_without_a_mesh():
-    x = jnp.ones((2, 3))
-    assert sharding.constrain(x, "rows") is x
-
-
 # ---- refusals -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sizes", "line"),
-    [((3, 1, 1), "does not use 1 devices"), ((1, 2, -1), "does not use 1 devices")],
-)
-def test_meshes_of_other_sizes_are_refused(sizes, line):
-    with pytest.raises(InputError, match=line):
-        sharding.make_mesh(MeshConfig(*sizes), jax.devices()[:1])
-
-
-@pytest.mark.parametrize("sizes", [(0, 1, 1), (-1, -1, 1), (1, 1, -2)])
-def test_impossible_mesh_configs_are_refused(sizes):
-    with pytest.raises(InputError, match="at most one of them -1"):
-        MeshConfig(*sizes)
+def test_meshes_that_cannot_be_are_refused():
+    one = jax.devices()[:1]
+    assert sharding.make_mesh(MeshConfig(1, -1, 1), one).devices.shape == (1, 1, 1)
+    for sizes in ((3, 1, 1), (1, 2, -1)):
+        assert "does not use 1 devices" in refusal(sharding.make_mesh, MeshConfig(*sizes), one)
+    for sizes in ((0, 1, 1), (-1, -1, 1), (1, 1, -2)):
+        assert "at most one of them -1" in refusal(MeshConfig, *sizes)
+    config = mesh_run.config_of(MeshConfig(1, 3, 1))
+    said = refusal(make_train_step, config, mesh_run.TARGET, abstract_mesh(3, 1))
+    assert "choose a multiple of 3" in said
 
 
 def abstract_mesh(fsdp: int, tensor: int) -> jax.sharding.AbstractMesh:
@@ -286,12 +237,4 @@ def test_meshes_that_do_not_divide_the_model_are_refused(fsdp, tensor, line):
     of_target = sharding.of_table(
         convert.target_table(mesh_run.TARGET), abstract_mesh(fsdp, tensor)
     )
-    with pytest.raises(InputError, match=line):
-        sharding.tree_of(abstract_frozen(mesh_run.TARGET), of_target)
-
-
-def test_batches_that_do_not_split_are_refused():
-    with pytest.raises(InputError, match="choose a multiple of 3"):
-        make_train_step(
-            mesh_run.config_of(MeshConfig(1, 3, 1)), mesh_run.TARGET, abstract_mesh(3, 1)
-        )
+    assert line in refusal(sharding.tree_of, abstract_frozen(mesh_run.TARGET), of_target)

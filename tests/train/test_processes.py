@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -28,7 +27,7 @@ from moa_jax.runtime import multihost as processes
 from moa_jax.runtime.rendezvous import ProcessSpec
 from tests.meeting import free_port, wait_for
 from tests.model_folders import refusal
-from tests.train.test_training import distill_config, metrics
+from tests.train.test_training import changed, distill_config, metrics
 from train import distill
 
 # What process 0 and process 1 do once they have met; what does not fail waits for the others.
@@ -79,11 +78,7 @@ NO_FILE = "cannot open missing/file: no such file or directory; choose a path th
 
 
 def ends(
-    first: str,
-    second: str,
-    within: float = 30.0,
-    lost: int | None = None,
-    before: str = "pass",
+    first: str, second: str, within: float = 30.0, lost: int | None = None, before: str = "pass"
 ) -> list[tuple[int, list[str], str]]:
     """Exit code, lines of the program and all of stderr, by process.
 
@@ -123,77 +118,71 @@ def test_a_fault_on_one_process_ends_both():
     assert lines == ["toy: process 1: ValueError: ours"] and "Traceback" not in told
 
 
+FOR_A_WORD = "processes.kv_get('never')"
+SOON = "processes.HEARTBEAT_TIMEOUT_S = 3; "
+# One thread keeps the interpreter to itself for some seconds.
+BUSY = "import sys; sys.setswitchinterval(100); end = time.monotonic() + {}; "
+BUSY += "sum(iter(lambda: float(time.monotonic() > end), 1.0)); sys.setswitchinterval(0.005)"
+AGAIN = "import os, signal, threading; once_more = (os.getpid(), signal.SIGINT); "
+AGAIN += "threading.Timer(1.0, os.kill, once_more).start(); raising(KeyboardInterrupt())"
+LAST = "import os; leave = os._exit; os._exit = lambda code: [time.sleep(0.5), leave(code)]; "
+BAD = "raising(InputError('x: bad: mend it'))"
+BY_ZERO = "ZeroDivisionError: division"
+HAS_NO_FILE = (2, f"toy: {NO_FILE}", f"toy: process 0: {NO_FILE}")
+ENDS = {  # what both do, the code of both, and what the lines of both hold
+    "told of": (MISSING, MISSING, *HAS_NO_FILE),
+    "told of first": (f"late(lambda: {MISSING})", MISSING, *HAS_NO_FILE),
+    "path": ("Path('missing/file').read_text()", WAIT, *HAS_NO_FILE),
+    "refused": (WAIT, BAD, 2, "process 1: x: bad", "x: bad"),
+    "interrupted": (WAIT, "raising(KeyboardInterrupt())", 130, "process 1: int", "interrupted"),
+    "fault told of": (
+        *("processes.on_first(lambda: 1 / 0)", "processes.on_first(lambda: 2)"),
+        *(1, f"toy: {BY_ZERO}", f"process 0: {BY_ZERO}"),
+    ),
+    "late": (BAD, "pass", 2, "x: bad", "process 0: x: bad"),
+    "later": ("pass", BAD, 2, "process 1: x: bad", "x: bad"),
+    "nothing": ("time.sleep(2)", "pass", 0),
+    "interrupted again while the other is busy": (AGAIN, BUSY.format(3), 130),
+    "busy, and blamed for nothing": (SOON + BUSY.format(5) + "; time.sleep(2)", "pass", 0),
+    # Jax aborts whoever is still there when the service goes, as on a busy machine.
+    "the process of the service is the last": (MISSING, f"{LAST}{MISSING}", 2),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "first, second, code, lines",
-    [
-        (MISSING, MISSING, 2, [f"toy: {NO_FILE}", f"toy: process 0: {NO_FILE}"]),
-        (
-            f"late(lambda: {MISSING})",
-            MISSING,
-            2,
-            [f"toy: {NO_FILE}", f"toy: process 0: {NO_FILE}"],
-        ),
-        (
-            "Path('missing/file').read_text()",
-            WAIT,
-            2,
-            [f"toy: {NO_FILE}", f"toy: process 0: {NO_FILE}"],
-        ),
-        (WAIT, "raising(InputError('x: bad: mend it'))", 2, ["process 1: x: bad", "x: bad"]),
-        (WAIT, "raising(KeyboardInterrupt())", 130, ["process 1: interrupted", "interrupted"]),
-        (
-            "processes.on_first(lambda: 1 / 0)",
-            "processes.on_first(lambda: 2)",
-            1,
-            ["toy: ZeroDivisionError: division", "process 0: ZeroDivisionError: division"],
-        ),
-        ("raising(InputError('x: bad: mend it'))", "pass", 2, ["x: bad", "process 0: x: bad"]),
-        ("pass", "raising(InputError('x: bad: mend it'))", 2, ["process 1: x: bad", "x: bad"]),
-        ("time.sleep(2)", "pass", 0, []),
-    ],
-    ids=[
-        "told of",
-        "told of first",
-        "path",
-        "refused",
-        "interrupted",
-        "fault told of",
-        "late",
-        "later",
-        "nothing",
-    ],
-)
-def test_both_end_alike(first, second, code, lines):
+@pytest.mark.parametrize("case", ENDS)
+def test_both_end_alike(case):
+    first, second, code, *lines = ENDS[case]
     found = ends(first, second)
     assert [ended for ended, _, _ in found] == [code, code], found
     for wanted, (_, told, _) in zip(lines, found, strict=False):
         assert len(told) == 1 and re.search(wanted, told[0]), told
 
 
-FOR_A_WORD = "processes.kv_get('never')"
-SOON = "processes.HEARTBEAT_TIMEOUT_S = 3; "
-LOST = "toy: process {}: no sign of life for 3 s; see whether it still runs"
+LOSSES = [
+    *itertools.product(["STOP"], [0, 1], [FOR_A_WORD, WAIT]),
+    *itertools.product(["KILL"], [0, 1], [FOR_A_WORD, WAIT, "pass", "time.sleep(60)"]),
+    ("KILL", 1, BUSY.format(4)),  # without process 0 jax aborts one whose threads cannot run
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "lost, how, wait",
-    [
-        (0, "STOP", FOR_A_WORD),
-        (1, "STOP", FOR_A_WORD),
-        (0, "STOP", WAIT),
-        (1, "STOP", WAIT),
-    ],
-)
-def test_a_process_that_falls_silent_ends_the_others(lost, how, wait):
-    """A stopped one keeps its connections open, as one does whose machine is gone."""
-    fall = f"time.sleep(1.5); import os, signal; os.kill(os.getpid(), signal.SIG{how})"
-    doing = [SOON + fall, SOON + wait] if lost == 0 else [SOON + wait, SOON + fall]
-    found = ends(*doing, lost=lost)
-    code, lines, told = found[1 - lost]
-    assert (code, lines) == (1, [LOST.format(lost)]), told
-    assert told.splitlines() == lines
+@pytest.mark.parametrize("how, lost, wait", LOSSES)
+def test_a_process_that_is_lost_ends_the_others(how, lost, wait):
+    """A stopped one keeps its connections open, as one does whose machine is gone.
+
+    The line of a dead one ends before jax misses it, which would abort the others where it ran the
+    service.
+    """
+    soon, within = (SOON, 30.0) if how == "STOP" else ("", 15.0)
+    fall = f"{soon}time.sleep(1.5); import os, signal; os.kill(os.getpid(), signal.SIG{how})"
+    doing = [fall, soon + wait] if lost == 0 else [soon + wait, fall]
+    code, lines, told = ends(*doing, lost=lost, within=within)[1 - lost]
+    line = f"toy: process {lost} has died"
+    if how == "STOP":
+        line = f"toy: process {lost}: no sign of life for 3 s; see whether it still runs"
+        assert told.splitlines() == lines
+    assert (code, lines) == (1, [line]), told
 
 
 def test_an_abort_ends_a_process_of_several():
@@ -210,27 +199,6 @@ print("still here")
     assert (done.returncode, done.stdout) == (-signal.SIGABRT, "")
 
 
-# One thread keeps the interpreter to itself for some seconds.
-BUSY = "import sys; sys.setswitchinterval(100); end = time.monotonic() + {}; "
-BUSY += "sum(iter(lambda: float(time.monotonic() > end), 1.0)); sys.setswitchinterval(0.005)"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "lost, wait",
-    [
-        *itertools.product([0, 1], [FOR_A_WORD, WAIT, "pass", "time.sleep(60)"]),
-        (1, BUSY.format(4)),  # without process 0 jax aborts a process whose threads cannot run
-    ],
-)
-def test_a_process_that_dies_ends_the_others_at_once(lost, wait):
-    """Its line ends before jax misses it, which would abort the others where it ran the service."""
-    fall = "time.sleep(1.5); import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    found = ends(*([fall, wait] if lost == 0 else [wait, fall]), lost=lost, within=15.0)
-    code, lines, told = found[1 - lost]
-    assert (code, lines) == (1, [f"toy: process {lost} has died"]), told
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_process_that_dies_between_meeting_and_jax_is_missed(lost):
@@ -240,15 +208,6 @@ def test_a_process_that_dies_between_meeting_and_jax_is_missed(lost):
     found = ends("pass", "pass", lost=lost, before=f"if args.process == {lost}: {before}")
     code, lines, told = found[1 - lost]
     assert (code, lines) == (1, [f"toy: process {lost} has died"]), told
-
-
-@pytest.mark.slow
-def test_a_second_interrupt_leaves_no_end_undone():
-    """The first process waits for the other one, which is busy."""
-    again = "import os, signal, threading; once_more = (os.getpid(), signal.SIGINT); "
-    again += "threading.Timer(1.0, os.kill, once_more).start(); raising(KeyboardInterrupt())"
-    found = ends(again, BUSY.format(3))
-    assert [code for code, _, _ in found] == [130, 130], found
 
 
 @pytest.mark.slow
@@ -266,20 +225,6 @@ def test_a_fault_is_said_where_the_first_process_is_silent():
     fault = "processes.FORCED_EXIT_S = 3.0; time.sleep(1.5); raising(ValueError('ours'))"
     code, lines, told = ends(stop, fault, lost=0)[1]
     assert (code, lines) == (1, ["toy: ValueError: ours"]), told
-
-
-@pytest.mark.slow
-def test_a_process_that_was_busy_blames_no_other():
-    found = ends(SOON + BUSY.format(5) + "; time.sleep(2)", "pass")
-    assert [code for code, _, _ in found] == [0, 0], found
-
-
-@pytest.mark.slow
-def test_the_process_that_runs_the_service_is_the_last_to_exit():
-    """Jax aborts whoever is still there when the service goes, as on a busy machine."""
-    late = "leave = os._exit; os._exit = lambda code: [time.sleep(0.5), leave(code)]; "
-    found = ends(MISSING, f"import os; {late}{MISSING}")
-    assert [code for code, _, _ in found] == [2, 2], found
 
 
 @pytest.mark.slow
@@ -313,71 +258,55 @@ def test_processes_decode_together_in_training(tmp_path, small_target):
     assert len(taus[0]) == 1 and taus[0] == taus[1]
 
 
-def test_asking_for_the_first_process_starts_no_device():
-    """Or `--threads` would come too late: jax counts cores when it starts."""
-    code = """
-from jax._src import xla_bridge
-from moa_jax.runtime import multihost as processes
-assert processes.is_first() and processes.count() == 1
-assert not xla_bridge.backends_are_initialized()
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+NOWHERE = {
+    "--coordinator localhost --processes 2 --process 0": "localhost; write HOST:PORT, as in",
+    "--coordinator :8476 --processes 1 --process 0": ":8476; write HOST:PORT",
+    "--coordinator host:99999 --processes 1 --process 0": "host:99999; write HOST:PORT",
+    "--coordinator host:1 --processes 2 --process 2": "--process 2; choose from 0 to 1",
+    "--coordinator host:1": "go together; give all three",
+    "--distributed": "--distributed: no launcher says where the other processes are; run under",
+}
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--coordinator localhost --processes 2 --process 0", "localhost; write HOST:PORT, as in"),
-        ("--coordinator :8476 --processes 1 --process 0", ":8476; write HOST:PORT"),
-        ("--coordinator host:0 --processes 1 --process 0", "host:0; write HOST:PORT"),
-        ("--coordinator host:99999 --processes 1 --process 0", "host:99999; write HOST:PORT"),
-        ("--coordinator host:1 --processes 2 --process 2", "--process 2; choose from 0 to 1"),
-        ("--coordinator host:1", "go together; give all three"),
-        (
-            "--distributed",
-            "--distributed: no launcher says where the other processes are; run under",
-        ),
-    ],
-)
-def test_flags_that_lead_nowhere_are_refused(flags, said, monkeypatch):
+@pytest.mark.parametrize("flags", NOWHERE)
+def test_flags_that_lead_nowhere_are_refused(flags, monkeypatch):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     parser = Parser("toy")
     cluster.add_flags(parser)
     joining = cluster.joined(parser.parse_args(flags.split()), "toy")
-    assert said in refusal(joining.__enter__)
+    assert NOWHERE[flags] in refusal(joining.__enter__)
 
 
 def test_a_launcher_says_where_all_meet(monkeypatch):
-    told = {
-        "JOB_ID": "7",
-        "STEP_NODELIST": "nodes[3-4]",
-        "NTASKS": "2",
-        "PROCID": "1",
-        "LOCALID": "0",
-    }
+    told = {"JOB_ID": "7", "STEP_NODELIST": "nodes[3-4]", "NTASKS": "2", "PROCID": "1"}
+    told["LOCALID"] = "0"
     for name, value in told.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "8476")
     assert cluster._detected(1) == ProcessSpec("nodes3:8476", 2, 1)
 
 
-@pytest.mark.parametrize(
-    "theirs, line",
-    [
-        ({"rate": 0.1, "rows": 7}, None),
-        ({"rate": 0.2, "rows": 7}, "rate is 0.2 here and 0.1 for process 0; start all"),
-        ({"rate": 0.1}, "rows is absent here and 7 for process 0"),
-        ({"rate": 0.1, "rows": 7, "more": 1}, "more is 1 here and absent for process 0"),
-    ],
-)
+THEIRS = [
+    ({"rate": 0.1, "rows": 7}, None),
+    ({"rate": 0.2, "rows": 7}, "rate is 0.2 here and 0.1 for process 0; start all"),
+    ({"rate": 0.1}, "rows is absent here and 7 for process 0"),
+    ({"rate": 0.1, "rows": 7, "more": 1}, "more is 1 here and absent for process 0"),
+]
+
+
+@pytest.mark.parametrize("theirs, line", THEIRS)
 def test_processes_must_agree(theirs, line, monkeypatch):
     values: dict[str, dict] = {}
-    monkeypatch.setattr(processes, "kv_set", values.__setitem__)
-    monkeypatch.setattr(processes, "kv_get", values.__getitem__)
-    monkeypatch.setattr(processes, "count", lambda: 2)
-    monkeypatch.setattr(processes, "is_first", lambda: True)
+    first = [True, False]
+    for name, function in (
+        ("kv_set", values.__setitem__),
+        ("kv_get", values.__getitem__),
+        ("count", lambda: 2),
+        ("is_first", lambda: first[0]),
+    ):
+        monkeypatch.setattr(processes, name, function)
     processes.check_same({"rate": 0.1, "rows": 7}, "here")
-    monkeypatch.setattr(processes, "is_first", lambda: False)
+    first.pop(0)
     if line is None:
         processes.check_same(theirs, "here")
     else:
@@ -402,19 +331,26 @@ def test_a_run_of_several_processes_compares_settings_models_and_data(
         assert theirs.keys() == ours.keys()
         return {name for name in ours if ours[name] != theirs[name]}
 
-    other = dataclasses.replace(config, data=dataclasses.replace(config.data, seed=1))
+    other = changed(config, data_seed=1)
     seed = distill._facts(other, described, tokenizer, load(other.data, "train"), validation)
     assert differing(seed) == {"data.seed", "first rows"}
-    seldom = dataclasses.replace(config.run, eval_every=3)
-    cut = dataclasses.replace(config, mesh=MeshConfig(tensor=2), run=seldom)
+    cut = changed(config, mesh=MeshConfig(tensor=2), run_eval_every=3)
     assert differing(distill._facts(cut, described, tokenizer, train, validation)) == {
         "mesh.tensor",
         "run.eval_every",
     }
-    changed = load(config.data, "train")  # a token of a row that is not among the first
-    changed.rows.tokens_BT[changed.numbers(1)[0], 3] ^= 1
-    assert differing(facts(tokenizer, changed, validation)) == {"rows"}
-    assert differing(facts(tokenizer, train, changed)) == {"validation rows"}
+    edited = load(config.data, "train")  # a token of a row that is not among the first
+    edited.rows.tokens_BT[edited.numbers(1)[0], 3] ^= 1
+    assert differing(facts(tokenizer, edited, validation)) == {"rows"}
+    assert differing(facts(tokenizer, train, edited)) == {"validation rows"}
     template = load_tokenizer(small_target)
     template.chat_template += " "
     assert differing(facts(template, train, validation)) == {"tokenizer"}
+
+
+def test_asking_for_the_first_process_starts_no_device():
+    """Or `--threads` would come too late: jax counts cores when it starts."""
+    code = "from jax._src import xla_bridge; from moa_jax.runtime import multihost as processes; "
+    code += "assert processes.is_first() and processes.count() == 1; "
+    code += "assert not xla_bridge.backends_are_initialized()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

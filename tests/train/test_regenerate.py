@@ -1,6 +1,5 @@
-"""Conversations that the target answers anew: where they end, what is left out, and resuming."""
+"""Conversations that the target answers anew: ends, resuming, shards, drawn answers."""
 
-import contextlib
 import functools
 import itertools
 import json
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from infer.cli.flags.pair import DEMO
 from moa_jax import InputError, Session, load_target
 from moa_jax.config import BlockConfig, DataConfig, Sampling, TargetConfig
 from moa_jax.data import batches, chat, sources
@@ -21,7 +21,6 @@ from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from moa_jax.decode.session import for_decoding
 from moa_jax.decode.state import Weights
 from moa_jax.model import llama as llama
-from moa_jax.model import masks
 from moa_jax.pretrained import SpecialIds, save_target
 from train import regenerate
 from train.run.answers import TargetAnswer, TargetQuestion, text_of
@@ -47,11 +46,6 @@ def save_talkative_target(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_talkative_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
 def lively(folder) -> Path:
     """The same with larger weights: some of its greedy answers stop soon and some do not."""
     target = load_target(folder, "float32")
@@ -64,6 +58,9 @@ def lively(folder) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(folder):
     return load_tokenizer(folder)
+
+
+SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--seed", "3")
 
 
 class Scripted:
@@ -101,27 +98,17 @@ class Scripted:
         return TargetAnswer(question.number, ids, text_of(tokenizer, ids), stopped)
 
 
-@pytest.fixture
-def scripted(monkeypatch):
-    monkeypatch.setattr(regenerate, "_local", Scripted)
-
-
-@pytest.fixture
-def ask(folder):
-    def ask(output: Path, *flags: str, prompts: Path = CONVERSATIONS) -> None:
-        flags = ["--target", str(folder), "--prompts", str(prompts), *flags]
-        regenerate.main([*flags, "--output", str(output)])
-
-    return ask
-
-
 def write(path: Path, *records: dict) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
 def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return list(map(json.loads, lines(path)))
 
 
 def test_answers_are_the_targets_own(ask, tmp_path, lively, tokenizer, capsys):
@@ -150,41 +137,33 @@ def test_answers_are_the_targets_own(ask, tmp_path, lively, tokenizer, capsys):
     assert told in capsys.readouterr().err
 
 
-def test_cut_answers_stay_and_are_the_last(ask, scripted, tmp_path, tokenizer, capsys):
-    ask(tmp_path / "a.jsonl", "--max-new-tokens", "9", "--batch", "4")
-    records = read(tmp_path / "a.jsonl")
-    assert len(records) == 40
+def test_cut_answers_stay_and_training_rows_hold_their_ids(
+    ask, scripted, tmp_path, tokenizer, capsys
+):
+    """A cut answer is the last one. Of every answer all tokens are trained on, and no other."""
+    output = tmp_path / "a.jsonl"
+    ask(output, "--max-new-tokens", "9", "--batch", "4")
+    records = read(output)
     cut = [record for record in records if record["answers"][-1]["finish_reason"] == "length"]
-    assert len(cut) > 5 and any(len(record["answers"]) > 1 for record in cut)
+    assert len(records) == 40 and len(cut) > 5
+    assert any(len(record["answers"]) > 1 for record in cut)
+    wanted = Counter()
     for record in records:
-        *before, last = record["answers"]
         roles = Counter(message["role"] for message in record["messages"])
         assert roles["assistant"] == len(record["answers"])
-        assert all(answer["finish_reason"] == "stop" for answer in before)
+        assert all(answer["finish_reason"] == "stop" for answer in record["answers"][:-1])
         for answer in record["answers"]:
-            ends = answer["token_ids"][-1] == tokenizer.eos_token_id
-            assert ends == (answer["finish_reason"] == "stop")
-    for record in cut:
-        assert record["messages"][-1]["role"] == "assistant"
-        assert len(record["answers"][-1]["token_ids"]) == 9
-    assert f"{len(cut)} of 40 conversations end early: an answer is cut at 9" in (
-        capsys.readouterr().err
-    )
-
-
-def test_training_rows_hold_the_ids_that_were_decoded(ask, scripted, tmp_path, tokenizer):
-    """Of every answer all its tokens after its own prompt, and no other token is trained on."""
-    output = tmp_path / "a.jsonl"
-    ask(output, "--max-new-tokens", "9")
-    answers = [answer for record in read(output) for answer in record["answers"]]
+            ids = answer["token_ids"]
+            ends = ids[-1] == tokenizer.eos_token_id
+            assert ends == (answer["finish_reason"] == "stop") and (ends or len(ids) == 9)
+            wanted[(*answer["prompt_ids"], *ids), len(ids)] += 1
+    assert all(record["messages"][-1]["role"] == "assistant" for record in cut)
+    told = f"{len(cut)} of 40 conversations end early: an answer is cut at 9"
+    assert told in capsys.readouterr().err
     config = DataConfig((str(output),), (), 500, 500, rows_per_batch=4, seed=0, pack=False)
     source, report = batches.load(config, tokenizer, 320, "train")
     assert (report.kept, report.dropped) == (40, {})
-    wanted = Counter()
-    for answer in answers:
-        wanted[(*answer["prompt_ids"], *answer["token_ids"]), len(answer["token_ids"])] += 1
     assert answers_in(source.rows) == wanted
-    assert report.response_tokens == sum(len(answer["token_ids"]) for answer in answers)
 
 
 def answers_in(rows) -> Counter[tuple[tuple[int, ...], int]]:
@@ -195,25 +174,6 @@ def answers_in(rows) -> Counter[tuple[tuple[int, ...], int]]:
         for begin, end in zip(*map(np.flatnonzero, (edge_T == 1, edge_T == -1)), strict=True):
             found[tuple(tokens_T[:end].tolist()), int(end - begin)] += 1
     return found
-
-
-def test_prompts_outside_the_vocabulary_are_left_out(folder, scripted, tmp_path, capsys):
-    """Of a tokenizer with more tokens than the target has rows; all others are answered."""
-    place = tmp_path / "target"
-    shutil.copytree(folder, place)
-    tokenizer = load_tokenizer(place)
-    tokenizer.add_tokens(["<|new|>"])
-    tokenizer.save_pretrained(place)
-    talks = [{"messages": [{"role": "user", "content": text}]} for text in ("Hi", "<|new|>", "No")]
-    prompts = write(tmp_path / "prompts.jsonl", *talks)
-    flags = ["--target", str(place), "--prompts", str(prompts)]
-    regenerate.main([*flags, "--output", str(tmp_path / "a.jsonl")])
-    assert [record["messages"][0]["content"] for record in read(tmp_path / "a.jsonl")] == [
-        "Hi",
-        "No",
-    ]
-    told = "1 of 3 conversations left out: ids outside the vocabulary of 320"
-    assert told in capsys.readouterr().err
 
 
 def test_weights_are_held_once(ask, tmp_path, monkeypatch):
@@ -237,55 +197,18 @@ def test_answers_go_on_past_their_end(ask, tmp_path, folder, tokenizer, capsys):
     ask(output, *flags, "--limit", "6", "--batch", "6")
     records, asked = read(output), sources.read(str(CONVERSATIONS))
     assert "left out" not in capsys.readouterr().err
-    assert [record["prompt_ids"] for record in records] == [
+    prompts = [
         chat.prompt_ids(tokenizer, talk["messages"][:1]) for talk in itertools.islice(asked, 6)
     ]
     target = load_target(folder, "float32")
+    results = Session(target).generate(prompts, 12, [])
+    for record, prompt, result in zip(records, prompts, results, strict=True):
+        assert (record["prompt_ids"], record["token_ids"]) == (prompt, result.token_ids)
     ends = set(target.generation.eos_ids)
     assert sum(not ends.isdisjoint(record["token_ids"][:-1]) for record in records) > 3
     config = DataConfig((str(output),), (), 268, 268, rows_per_batch=6, seed=0, pack=False)
     rows = batches.load(config, tokenizer, 320, "train")[0].rows
     assert rows.response_BT.sum(axis=1).tolist() == [12] * 6
-    answer_BT = rows.response_BT[:, 1:]
-    likeliest_BT = likeliest(target, rows.tokens_BT)[:, :-1]
-    np.testing.assert_array_equal(likeliest_BT[answer_BT], rows.tokens_BT[:, 1:][answer_BT])
-
-
-def likeliest(target, tokens_BT) -> np.ndarray:
-    """The token (B, T) that follows each one, without caches."""
-
-    @jax.jit
-    def run(params, tokens_BT):
-        segment_BT = jnp.ones_like(tokens_BT)
-        position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        context = llama.Context(position_BT, masks.causal(segment_BT))
-        found = llama.forward(target.config, params, tokens_BT, context)
-        return llama.unembed(params, found.hidden_BTD).argmax(axis=-1)
-
-    return np.asarray(run(target.params, tokens_BT))
-
-
-def test_ignored_stops_leave_no_answer_out(ask, scripted, tmp_path, capsys):
-    """Not even one that would never stop; a record keeps its first question and its source."""
-    prompts = write(
-        tmp_path / "prompts.jsonl",
-        *({"messages": [{"role": "user", "content": f"Room {i}"}]} for i in range(30)),
-        {"messages": [SYSTEM, LONG]},
-        {"messages": [SYSTEM, QUESTION, ANSWER, QUESTION], "source": "shop", "license": "MIT"},
-    )
-    flags = ("--max-prompt", "50", "--batch", "5")
-    ask(tmp_path / "text.jsonl", *flags, prompts=prompts)
-    assert "end early: an answer is cut at 64 tokens; raise --max-new" in capsys.readouterr().err
-    ask(tmp_path / "ids.jsonl", *flags, "--ignore-stop", prompts=prompts)
-    (left_out,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
-    assert left_out.startswith("1 of 32 ") and "a prompt of more than 50 tokens" in left_out
-    records = read(tmp_path / "ids.jsonl")
-    assert len(records) == 31
-    assert all(len(record["token_ids"]) == 64 for record in records)
-    ids = {"prompt_ids", "token_ids", "finish_reason"}
-    assert all(record.keys() == ids for record in records[:-1])
-    assert records[-1].keys() == ids | {"source", "license"}
-    assert {record["finish_reason"] for record in records} == {"length"}
 
 
 @pytest.mark.parametrize("kind", [(), ("--ignore-stop",)], ids=["text", "ids"])
@@ -304,7 +227,10 @@ def test_a_cut_run_goes_on(ask, scripted, tmp_path, monkeypatch, kind):
     for others in ((*kind, "--max-prompt", "99"), () if kind else ("--ignore-stop",)):
         with pytest.raises(InputError, match=r"other flags \((max_prompt 256|ignore_stop)"):
             ask(output, "--limit", "15", *others)
-    ask(output, "--limit", "15", "--batch", "5", *kind)
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="dtype float32"):
+        patch.setattr(regenerate, "default_dtype", lambda: jnp.bfloat16)  # another machine's
+        ask(output, "--limit", "15", *kind)
+    ask(output, "--limit", "15", "--batch", "5", "--dtype", "float32", *kind)
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert len(read(output)) > 5 and not list(tmp_path.glob("*.partial"))
     with pytest.raises(InputError, match="exists already"):
@@ -323,28 +249,6 @@ def cut_after(patch: pytest.MonkeyPatch, count: int) -> None:
     patch.setattr(Partial, "_append", cut)
 
 
-def test_no_answer_is_asked_for_twice(ask, tmp_path, monkeypatch):
-    """Not even one of a conversation that was cut between two of its questions."""
-    asked: list[tuple[int, ...]] = []
-
-    class NotingNumbers(Scripted):
-        def next(self):
-            answer = super().next()
-            asked.append(answer.number)
-            return answer
-
-    monkeypatch.setattr(regenerate, "_local", NotingNumbers)
-    ask(tmp_path / "whole.jsonl", "--limit", "15")
-    whole, asked[:] = sorted(asked), []
-    assert len(whole) > 20
-    while not (tmp_path / "cut.jsonl").exists():
-        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-            cut_after(patch, 3)
-            ask(tmp_path / "cut.jsonl", "--limit", "15")
-    assert sorted(asked) == whole
-    assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-
-
 def test_a_file_of_an_older_version_is_refused(ask, scripted, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         cut_after(patch, 1)
@@ -357,21 +261,7 @@ def test_a_file_of_an_older_version_is_refused(ask, scripted, tmp_path, monkeypa
     with pytest.raises(InputError, match="another version of this program; finish it with that"):
         ask(tmp_path / "a.jsonl")
     assert partial.read_text() == old  # that version can still finish it
-
-
-def test_a_cut_run_keeps_its_dtype(ask, scripted, tmp_path, monkeypatch):
-    """That of the hardware, unless a flag names one."""
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        cut_after(patch, 1)
-        ask(tmp_path / "a.jsonl", "--limit", "4")
-    with monkeypatch.context() as patch, pytest.raises(InputError, match="dtype float32"):
-        patch.setattr(regenerate, "default_dtype", lambda: jnp.bfloat16)
-        ask(tmp_path / "a.jsonl", "--limit", "4")
-    ask(tmp_path / "a.jsonl", "--limit", "4", "--dtype", "float32")
-
-
-def test_a_run_cut_at_its_first_byte(ask, scripted, tmp_path):
-    (tmp_path / "a.jsonl.partial").touch()
+    partial.write_text("")  # cut at its first byte
     ask(tmp_path / "a.jsonl", "--limit", "4")
     assert read(tmp_path / "a.jsonl")
 
@@ -385,13 +275,6 @@ def test_the_output_is_on_the_disk_before_its_parts_are_removed(tmp_path, monkey
         partial.close(0, "{}", "")
         partial.finish()
     assert done == ["fsync", "replace"] and (tmp_path / "a.jsonl").read_text() == "{}\n"
-
-
-def test_text_does_not_depend_on_batch_mates(ask, scripted, tmp_path):
-    for batch in ("1", "5", "40"):
-        ask(tmp_path / batch, "--batch", batch, "--max-prompt", "60")
-    assert (tmp_path / "1").read_bytes() == (tmp_path / "5").read_bytes()
-    assert (tmp_path / "1").read_bytes() == (tmp_path / "40").read_bytes()
 
 
 def test_a_long_prompt_ends_its_conversation(tokenizer):
@@ -409,7 +292,12 @@ def test_a_long_prompt_ends_its_conversation(tokenizer):
     assert talk.fault.startswith("a prompt of more than 50 tokens")
 
 
-def test_what_is_left_out_is_counted(ask, scripted, tmp_path, capsys):
+def test_what_is_left_out_is_counted(ask, folder, scripted, tmp_path, capsys):
+    """One has a token that the target has no row for."""
+    place = shutil.copytree(folder, tmp_path / "target")
+    tokenizer = load_tokenizer(place)
+    tokenizer.add_tokens(["<|new|>"])
+    tokenizer.save_pretrained(place)
     prompts = write(
         tmp_path / "prompts.jsonl",
         {"messages": [QUESTION]},  # user turns alone are enough
@@ -418,41 +306,157 @@ def test_what_is_left_out_is_counted(ask, scripted, tmp_path, capsys):
         {"messages": [{"role": "user", "content": 3}]},
         {"nothing": 1},
         {"nothing": 2},
+        {"messages": [{"role": "user", "content": "<|new|>"}]},
         {"messages": [QUESTION, ANSWER], "source": "shop", "license": "MIT", "id": 4},
     )
-    ask(tmp_path / "a.jsonl", "--batch", "3", "--max-prompt", "50", prompts=prompts)
+    flags = ("--target", place, "--batch", "3", "--max-prompt", "50")
+    ask(tmp_path / "a.jsonl", *flags, prompts=prompts)
     one, two = read(tmp_path / "a.jsonl")
     assert one == {key: two[key] for key in ("messages", "answers")}
     assert two["messages"][0] == QUESTION
     assert (two["source"], two["license"], "id" in two) == ("shop", "MIT", False)
     lines = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
     assert [line.split(":")[0] for line in lines] == [
-        "2 of 7 conversations left out",
-        *["1 of 7 conversations left out"] * 3,
+        "2 of 8 conversations left out",
+        *["1 of 8 conversations left out"] * 4,
     ]
-    for reason in ("unknown style", "more than 50 tokens", "user message", "without text"):
+    for reason in ("unknown style", "than 50 tokens", "user message", "without text", "of 320"):
         assert sum(reason in line for line in lines) == 1
-
-
-def test_nothing_answered(ask, scripted, tmp_path):
-    prompts = write(tmp_path / "prompts.jsonl", {"nothing": 1})
+    ask(tmp_path / "ids.jsonl", *flags, "--ignore-stop", prompts=prompts)
+    one, two = read(tmp_path / "ids.jsonl")
+    assert two == one | {"source": "shop", "license": "MIT"}
+    assert (one["finish_reason"], len(one["token_ids"])) == ("length", 64)
+    prompts = write(tmp_path / "nothing.jsonl", {"nothing": 1})
     with pytest.raises(InputError, match="none of 1 conversations got an answer; 1: .* style"):
-        ask(tmp_path / "a.jsonl", prompts=prompts)
-    assert list(tmp_path.iterdir()) == [prompts]
-
-
-@pytest.mark.parametrize("flag", ["--batch", "--limit", "--max-prompt", "--max-new-tokens"])
-def test_counts_are_positive(ask, tmp_path, flag, capsys):
-    with pytest.raises(SystemExit):
-        ask(tmp_path / "a.jsonl", flag, "0")
-    assert flag in capsys.readouterr().err
+        ask(tmp_path / "b.jsonl", prompts=prompts)
+    assert not (tmp_path / "b.jsonl").exists()
 
 
 def test_refused_at_the_start(ask, scripted, tmp_path):
     with pytest.raises(InputError, match="more than the target's .* positions"):
         ask(tmp_path / "a.jsonl", "--max-prompt", "999999")
+    with pytest.raises(InputError, match="no records of any source in shard 5/9"):
+        ask(tmp_path / "a.jsonl", "--limit", "5", "--shard", "5/9")
     with pytest.raises(InputError, match="no records of nowhere"):
         ask(tmp_path / "a.jsonl", "--sources", "nowhere")
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="is a file; choose a path that can be used"):
         ask(tmp_path / "file" / "a.jsonl")
+
+
+# ---- shards -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_shards_hold_every_answer_once(ask, scripted, tmp_path, count):
+    ask(tmp_path / "whole.jsonl", "--ignore-stop", "--limit", "20")
+    for number in range(count):
+        shard = ("--shard", f"{number}/{count}", "--batch", "4")
+        ask(tmp_path / "parts" / "a.jsonl", *shard, "--ignore-stop", "--limit", "20")
+    parts = sorted((tmp_path / "parts").iterdir())
+    assert [part.name for part in parts] == [
+        f"a-0000{number}-of-0000{count}.jsonl" for number in range(count)
+    ]
+    whole = lines(tmp_path / "whole.jsonl")
+    assert len(whole) == 20
+    for number, part in enumerate(parts):
+        assert lines(part) == whole[number::count]
+    together = [json.dumps(record) for record in sources.read(str(tmp_path / "parts"))]
+    assert sorted(together) == sorted(json.dumps(json.loads(line)) for line in whole)
+
+
+@pytest.mark.parametrize("text", ["8/8", "3", "-1/4", "a/b", "1/2/3", "0/0", ""])
+def test_what_is_no_shard(ask, tmp_path, text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        ask(tmp_path / "a.jsonl", f"--shard={text}")
+    assert stopped.value.code == 2 and "is no shard; write 0/8" in capsys.readouterr().err
+
+
+# ---- drawn answers ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short(tmp_path) -> Path:
+    """Conversations of two questions, so short that one compiled program answers all."""
+    talk = lambda i: [{"role": "user", "content": text} for text in (f"Room {i}?", "Why?")]
+    path = tmp_path / "short.jsonl"
+    path.write_text("".join(json.dumps({"messages": talk(i)}) + "\n" for i in range(8)))
+    return path
+
+
+def test_drawn_answers_depend_on_seed_record_and_turn_alone(ask, tmp_path, monkeypatch):
+    asked: dict[tuple[int, ...], Sampling] = {}
+
+    class NotingSampling(Scripted):
+        def ask(self, question):
+            asked[tuple(question.prompt_ids)] = question.sampling
+            super().ask(question)
+
+    def laws(*flags: str) -> dict[tuple[int, ...], Sampling]:
+        asked.clear()
+        ask(tmp_path / "-".join(["a", *flags]).replace("/", "_"), *SAMPLED, *flags)
+        return dict(asked)
+
+    monkeypatch.setattr(regenerate, "_local", NotingSampling)
+    whole = laws("--batch", "7")
+    parts = [laws("--batch", "3", "--shard", f"{number}/2") for number in range(2)]
+    assert len(whole) > 40 and all(parts) and parts[0] | parts[1] == whole
+    assert len({law.seed for law in whole.values()}) == len(whole)
+    other = laws("--seed", "4")
+    assert not any(law in whole.values() for law in other.values())
+
+
+@pytest.mark.slow
+def test_drawn_answers_follow_the_law_of_the_flags(ask, short, tmp_path, folder):
+    """The very tokens that a session draws with these settings and the seed of record and turn."""
+    small = ("--max-prompt", "32", "--max-new-tokens", "12", "--dtype", "float32")
+    ask(tmp_path / "a.jsonl", *small, *SAMPLED, "--batch", "8", prompts=short)
+    session = Session(load_target(folder, "float32"))
+    tokenizer = load_tokenizer(session.target.folder)
+
+    def answer(asked: list[tuple[int, list]]) -> list[str]:
+        """What follows the messages of each record, of which eight make the same program."""
+        eight = (asked * 8)[:8]
+        prompts = [chat.prompt_ids(tokenizer, messages) for _, messages in eight]
+        keys = [np.random.SeedSequence((3, number, len(said))) for number, said in before(eight)]
+        laws = [Sampling(0.9, 40, 0.95, seed=int(key.generate_state(1)[0])) for key in keys]
+        found = session.generate(prompts, 12, None, laws)[: len(asked)]
+        return [tokenizer.decode(r.token_ids, skip_special_tokens=True).strip() for r in found]
+
+    before = lambda asked: [(number, messages[:-1]) for number, messages in asked]
+    talks = [json.loads(line)["messages"] for line in lines(tmp_path / "a.jsonl")]
+    for turn in (1, 3):
+        there = [(int(t[0]["content"][5:-1]), t) for t in talks if len(t) > turn]
+        told = [talk[turn]["content"] for _, talk in there]
+        assert len(told) > 1 and told == answer([(n, talk[:turn]) for n, talk in there])
+
+
+def test_a_cut_run_of_other_draws_is_refused(ask, scripted, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut_after(patch, 1)
+        ask(tmp_path / "a.jsonl", *SAMPLED)
+    for others in ((*SAMPLED[:-1], "4"), ("--temperature", "0.8", *SAMPLED[2:]), ()):
+        with pytest.raises(InputError, match="made with other flags"):
+            ask(tmp_path / "a.jsonl", *others)
+
+
+@pytest.mark.slow
+def test_speculation_changes_no_text(short, tmp_path, monkeypatch):
+    """The bundled drafter drafts where one sits alone, and seats are given on."""
+    engines = []
+
+    class NotingEngine(regenerate.Engine):
+        def __init__(self, *args, **options) -> None:
+            super().__init__(*args, **options)
+            engines.append(self)
+
+    monkeypatch.setattr(regenerate, "Engine", NotingEngine)
+    flags = ["--target", str(DEMO / "target"), "--prompts", str(short), *SAMPLED]
+    flags += ["--max-prompt", "96", "--max-new-tokens", "32"]
+    for name, more in (("plain", ["4"]), ("drafted", ["1", "--draft", "bundled"])):
+        output = tmp_path / name
+        regenerate.main([*flags, "--batch", *more, "--output", str(output)])
+    assert (tmp_path / "plain").read_bytes() == (tmp_path / "drafted").read_bytes()
+    plain, drafted = (engine.load() for engine in engines)
+    assert len(lines(tmp_path / "plain")) > 5 and drafted.finished["stop"] > 5
+    assert (plain.accepted_tokens, drafted.accepted_tokens > 20) == (0, True)

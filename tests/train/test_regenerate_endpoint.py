@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import email.utils
 import itertools
 import json
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -25,13 +24,7 @@ from moa_jax.config import Sampling
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.pretrained import SpecialIds
 from tests.train.fake_endpoint import FakeEndpoint, Handler, served
-from tests.train.test_regenerate import (
-    CONVERSATIONS,
-    Scripted,
-    read,
-    save_talkative_target,
-    write,
-)
+from tests.train.test_regenerate import CONVERSATIONS, Scripted, read, write
 from train import regenerate
 from train.run import connection as module
 from train.run.answers import TargetAnswer, TargetQuestion
@@ -44,11 +37,6 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMITED = ("--limit", "15")
 IDS = ("--ignore-stop", "--max-new-tokens", "9")
 SAMPLED = ("--temperature", "0.9", "--top-p", "0.95", "--seed", "3")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_talkative_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(autouse=True)
@@ -65,27 +53,31 @@ def fake(folder):
 
 
 @pytest.fixture
-def ask(folder, fake):
-    def ask(output: Path, *flags: str, prompts: Path = CONVERSATIONS) -> None:
-        given = ["--target", str(folder), "--prompts", str(prompts), "--output", str(output)]
-        where = [] if "--endpoint" in flags else ["--endpoint", fake.url]
-        regenerate.main([*given, *where, *flags])
+def ask(ask, fake):
+    def at_the_server(output: Path, *flags: str) -> None:
+        ask(output, *([] if "--endpoint" in flags else ["--endpoint", fake.url]), *flags)
 
-    return ask
+    return at_the_server
 
 
 @pytest.fixture
 def local(folder, tmp_path, monkeypatch):
-    """What local regeneration writes with these flags."""
+    """What local regeneration writes with these flags, and the seeds of its questions."""
+    seeds: dict[tuple[int, ...], int] = {}
 
-    def local(*flags: str, prompts: Path = CONVERSATIONS) -> bytes:
-        output = tmp_path / "local" / f"{len(list(tmp_path.rglob('*')))}.jsonl"
+    class NotingSeed(Scripted):
+        def ask(self, question):
+            seeds[tuple(question.prompt_ids)] = question.sampling.seed
+            super().ask(question)
+
+    def local(*flags: str, output: Path = tmp_path / "local") -> bytes:
         with monkeypatch.context() as patch:
-            patch.setattr(regenerate, "_local", Scripted)
-            given = ["--target", str(folder), "--prompts", str(prompts), "--output", str(output)]
-            regenerate.main([*given, *flags])
+            patch.setattr(regenerate, "_local", NotingSeed)
+            given = ["--target", str(folder), "--prompts", str(CONVERSATIONS), *flags]
+            regenerate.main([*given, "--output", str(output)])
         return output.read_bytes()
 
+    local.seeds = seeds
     return local
 
 
@@ -99,17 +91,11 @@ def test_the_file_is_that_of_local_regeneration(ask, fake, local, tmp_path, kind
     output = tmp_path / "a.jsonl"
     ask(output, *LIMITED, *kind, "--concurrency", "3")
     assert output.read_bytes() == local(*LIMITED, *kind)
+    if kind == SAMPLED:
+        assert local.seeds == {tuple(post["prompt"]): post["seed"] for post in fake.posts}
     assert max(Counter(fake.prompts()).values()) == 1
     assert len(fake.connections) == 3
     assert not list(tmp_path.glob("*.partial"))
-
-
-def test_shards_are_those_of_local_regeneration(ask, local, tmp_path):
-    whole = local(*LIMITED, *IDS).splitlines()
-    for number in range(2):
-        ask(tmp_path / "a.jsonl", *LIMITED, *IDS, "--shard", f"{number}/2")
-        part = tmp_path / f"a-0000{number}-of-00002.jsonl"
-        assert part.read_bytes().splitlines() == whole[number::2]
 
 
 def test_settings_are_sent_that_servers_would_else_take_from_the_model(ask, fake, tmp_path):
@@ -124,22 +110,6 @@ def test_settings_are_sent_that_servers_would_else_take_from_the_model(ask, fake
     drawn = {"temperature": 0.9, "top_p": 0.95, "top_k": -1, "min_p": 0.0, "ignore_eos": True}
     assert post | drawn == post and "stop_token_ids" not in post
     assert len({post["seed"] for post in fake.posts}) == 15
-
-
-def test_draws_have_the_seeds_of_local_regeneration(ask, fake, folder, tmp_path, monkeypatch):
-    seeds: dict[tuple[int, ...], int] = {}
-
-    class NotingSeed(Scripted):
-        def ask(self, question):
-            seeds[tuple(question.prompt_ids)] = question.sampling.seed
-            super().ask(question)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(regenerate, "_local", NotingSeed)
-        flags = ["--target", str(folder), "--prompts", str(CONVERSATIONS), *LIMITED, *SAMPLED]
-        regenerate.main([*flags, "--output", str(tmp_path / "local.jsonl")])
-    ask(tmp_path / "a.jsonl", *LIMITED, *SAMPLED)
-    assert seeds == {tuple(post["prompt"]): post["seed"] for post in fake.posts}
 
 
 @pytest.mark.parametrize("turn_id, end", [(5, 5), (None, 4)])
@@ -160,20 +130,47 @@ def busy(handler: Handler) -> bool:
     return handler.reply(429, {"error": {"message": "too many"}}, Retry_After="0")
 
 
-TROUBLES = {
+PASSING = {  # what a server does, and what is said of it
     "busy": (busy, 'status 429: {"error": {"message": "too many"}}'),
+    "cut": (lambda handler: handler.cut(b'{"model": "scri'), "no answer (peer closed"),
     "fault": (lambda handler: handler.reply(500, {"detail": "oh"}), "status 500: "),
     "starting": (lambda handler: handler.reply_bytes(503, b"<html>"), "status 503: <html>"),
-    "cut": (lambda handler: handler.cut(b'{"model": "scri'), "no answer (peer closed"),
     "gone": (lambda handler: handler.cut(), "Server disconnected without"),
     "slow": (lambda handler: handler.wait_for_its_end(), "nothing came for 2 s"),
 }
 
-QUICK = ("busy", "cut")
-troubles = pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TROUBLES],
-)
+
+def choice(**fields: Any) -> Callable[[Handler], bool]:
+    return lambda handler: handler.reply(200, {"choices": [fields]})
+
+
+NO_JSON = "replies with no JSON object"
+UNUSABLE = {
+    "half": (lambda handler: handler.reply_bytes(200, b'{"model": '), NO_JSON),
+    "list": (lambda handler: handler.reply(200, []), NO_JSON),
+    "empty": (
+        lambda handler: handler.reply(200, {"choices": []}),
+        f"{NO_JSON} of an OpenAI server .*length >= 1",
+    ),
+    "aborted": (
+        choice(text="", finish_reason="abort", token_ids=[]),
+        "ended an answer with 'abort'",
+    ),
+    "other ids": (
+        choice(text="Yes", finish_reason="stop", token_ids=[999999]),
+        "answers with ids outside the vocabulary of --target",
+    ),
+    "no ids": (
+        choice(text="", finish_reason="stop"),
+        "returns no token ids; serve the model with infer.serve",
+    ),
+}
+SLOW = ("fault", "starting", "gone", "slow")
+
+
+def each(*names: str) -> pytest.MarkDecorator:
+    slow = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in names]
+    return pytest.mark.parametrize("name", slow)
 
 
 def in_turns(name: str) -> tuple[str, ...]:
@@ -181,10 +178,10 @@ def in_turns(name: str) -> tuple[str, ...]:
     return ("--concurrency", "1", *(("--timeout", "2") if name == "slow" else ()))
 
 
-@troubles
+@each(*PASSING)
 def test_what_passes_changes_nothing(ask, fake, local, tmp_path, capsys, name):
     """Every other request fails; each answer is asked for until it comes, and then no more."""
-    fault, said = TROUBLES[name]
+    fault, said = PASSING[name]
     turns = itertools.count()
     fake.fault = lambda handler: next(turns) % 2 == 0 and fault(handler)
     limited = ("--limit", "4")
@@ -195,21 +192,22 @@ def test_what_passes_changes_nothing(ask, fake, local, tmp_path, capsys, name):
     assert len(told) == 1 and "again in" in told[0]
 
 
-@troubles
-def test_what_does_not_pass_ends_with_a_line_and_goes_on_later(
+@each(*PASSING, *UNUSABLE)
+def test_what_stays_ends_the_run_with_a_line_and_it_goes_on_later(
     ask, fake, local, tmp_path, monkeypatch, name
 ):
-    fault, said = TROUBLES[name]
+    """After three tries where it might have passed; no answer is asked for twice."""
     monkeypatch.setattr(module, "TRIES", 3)
-    turns = itertools.count()
-    fake.fault = lambda handler: next(turns) >= 4 and fault(handler)
+    fault, said = (PASSING | UNUSABLE)[name]
+    tries, turns = 3 if name in PASSING else 1, itertools.count()
+    said = f"{re.escape(said)}.*, 3 times in a row" if name in PASSING else f"{said}.*"
+    fake.fault = lambda handler: next(turns) >= 3 and fault(handler)
     flags = ("--limit", "6", *in_turns(name))
-    with pytest.raises(
-        InputError, match=rf"{re.escape(said)}.*, 3 times in a row; .* of 6"
-    ) as raised:
+    over = "of 6 conversations are over: the same command goes on there"
+    with pytest.raises(InputError, match=f"{said}; .* {over}") as raised:
         ask(tmp_path / "a.jsonl", *flags)
     assert "\n" not in str(raised.value)
-    assert next(turns) == 4 + 3
+    assert next(turns) == 3 + tries
     fake.fault = None
     ask(tmp_path / "a.jsonl", *flags)
     assert (tmp_path / "a.jsonl").read_bytes() == local("--limit", "6")
@@ -318,52 +316,6 @@ def test_a_server_that_is_busy_with_others_is_waited_for(ask, fake, local, tmp_p
 # ---- troubles that stay -------------------------------------------------------------------
 
 
-UNUSABLE = {
-    "half": (
-        lambda handler: handler.reply_bytes(200, b'{"model": '),
-        "replies with no JSON object",
-    ),
-    "list": (lambda handler: handler.reply(200, []), "replies with no JSON object"),
-    "empty": (
-        lambda handler: handler.reply(200, {"choices": []}),
-        "replies with no JSON object of an OpenAI server .*length >= 1",
-    ),
-    "aborted": (
-        lambda handler: handler.reply(
-            200, {"choices": [{"text": "", "finish_reason": "abort", "token_ids": []}]}
-        ),
-        "ended an answer with 'abort'",
-    ),
-    "other ids": (
-        lambda handler: handler.reply(
-            200, {"choices": [{"text": "Yes", "finish_reason": "stop", "token_ids": [999999]}]}
-        ),
-        "answers with ids outside the vocabulary of --target",
-    ),
-    "no ids": (
-        lambda handler: handler.reply(200, {"choices": [{"text": "", "finish_reason": "stop"}]}),
-        "returns no token ids; serve the model with infer.serve",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", UNUSABLE)
-def test_replies_that_cannot_be_used_end_the_run_and_it_goes_on_later(
-    ask, fake, local, tmp_path, name
-):
-    fault, said = UNUSABLE[name]
-    turns = itertools.count()
-    fake.fault = lambda handler: next(turns) >= 2 and fault(handler)
-    flags = ("--limit", "4", "--concurrency", "1")
-    with pytest.raises(InputError, match=f"{said}.*; .* of 4 conversations are over"):
-        ask(tmp_path / "a.jsonl", *flags)
-    assert next(turns) == 3
-    fake.fault = None
-    ask(tmp_path / "a.jsonl", *flags)
-    assert (tmp_path / "a.jsonl").read_bytes() == local("--limit", "4")
-    assert max(Counter(fake.prompts()).values()) == 1
-
-
 def test_a_server_that_is_not_there(ask, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "TRIES", 2)
     with socket.socket() as taken:
@@ -372,25 +324,6 @@ def test_a_server_that_is_not_there(ask, tmp_path, monkeypatch):
         with pytest.raises(InputError, match=rf"{url}: no answer \(.*refused\), 2 times"):
             ask(tmp_path / "a.jsonl", "--endpoint", url)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_the_program_ends_with_2_and_one_line(fake, folder, tmp_path):
-    stop_after(fake, 3)
-    flags = ["--target", str(folder), "--prompts", str(CONVERSATIONS), "--endpoint", fake.url]
-    command = [sys.executable, "-m", "train.regenerate", *flags]
-    ended = subprocess.run(
-        [*command, "--output", str(tmp_path / "a.jsonl"), *LIMITED, "--concurrency", "1"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 2
-    *_, line = ended.stderr.splitlines()
-    assert line.startswith(f"train.regenerate: {fake.url[:-3]} refuses a request: status 404")
-    assert line.endswith("of 15 conversations are over: the same command goes on there")
-    assert "Traceback" not in ended.stderr
 
 
 def test_keys(ask, fake, tmp_path):
@@ -430,7 +363,7 @@ def test_models(ask, fake, tmp_path):
     ask(tmp_path / "a.jsonl", *flags, "--model", "scripted")
 
 
-def test_the_header_knows_the_model_and_not_the_place(ask, fake, folder, tmp_path):
+def test_the_header_knows_the_model_and_not_the_place(ask, fake, folder, local, tmp_path):
     stop_after(fake, 3)
     with pytest.raises(InputError):
         ask(tmp_path / "a.jsonl", *LIMITED, "--concurrency", "1")
@@ -438,13 +371,9 @@ def test_the_header_knows_the_model_and_not_the_place(ask, fake, folder, tmp_pat
     assert header["model"] == "scripted" and "127.0.0.1" not in json.dumps(header)
     with served(FakeEndpoint(folder)) as url:  # another one with the same model goes on
         ask(tmp_path / "a.jsonl", *LIMITED, "--endpoint", url)
+    (tmp_path / "b.jsonl.partial").write_text(json.dumps(header) + "\n")
     with pytest.raises(InputError, match="made with other flags"):  # a local run does not
-        (tmp_path / "b.jsonl.partial").write_text(json.dumps(header) + "\n")
-        with contextlib.ExitStack() as stack:
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr(regenerate, "_local", Scripted)
-            given = ["--target", str(folder), "--prompts", str(CONVERSATIONS), *LIMITED]
-            regenerate.main([*given, "--output", str(tmp_path / "b.jsonl")])
+        local(*LIMITED, output=tmp_path / "b.jsonl")
 
 
 def test_a_server_of_another_size_or_tokenizer_is_refused(ask, fake, tmp_path, folder):
@@ -473,19 +402,13 @@ def test_an_output_belongs_to_one_run(tmp_path):
         assert second.answers_of(7) == [answer]
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "localhost:8000",
-        "ftp://host",
-        "http://",
-        "http://host:eight",
-        "http://me:secret@host",
-        "http://host:99999",
-        "http://xn--a",
-        "http://host/v1?key=1",
-    ],
+NO_URLS = (
+    "localhost:8000 ftp://host http:// http://host:eight http://me:secret@host http://host:99999"
+    " http://xn--a http://host/v1?key=1"
 )
+
+
+@pytest.mark.parametrize("url", NO_URLS.split())
 def test_what_is_no_url(url):
     with pytest.raises(InputError, match="--endpoint is not the URL of a server; write") as raised:
         address_of(url)

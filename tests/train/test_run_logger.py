@@ -6,9 +6,9 @@ import dataclasses
 import importlib.util
 import json
 import sys
-import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import jax
 import numpy as np
@@ -58,13 +58,10 @@ def test_a_step_that_is_not_finite_stops_the_run(tmp_path):
         np.testing.assert_array_equal(found["tokens_BT"], expected.tokens_BT)
     assert steps_of(tmp_path) == ["4"]
     assert all(np.isfinite(array).all() for array in final_state(tmp_path))
-
-
-def test_a_bad_step_right_before_a_save_is_not_saved(tmp_path):
-    """It is read before the save, not an update later."""
-    config = toy_config(tmp_path, save_every=BAD + 1, eval_every=100)
+    before = tmp_path / "before"  # a save: the step is read first, not an update later
+    config = toy_config(before, save_every=BAD + 1, eval_every=100)
     refusal(fit, toy_job(config, batch=spoilt_batch), None)
-    assert steps_of(tmp_path) == []
+    assert steps_of(before) == []
 
 
 def test_a_step_that_is_not_finite_can_be_skipped(tmp_path):
@@ -149,25 +146,10 @@ def test_speed_stands_beside_the_metrics(tmp_path, monkeypatch, capsys):
     assert "loss " in shown and "tau " in shown and "tokens/s " in shown and "MFU " in shown
 
 
-def test_a_device_of_unknown_peak_shows_what_it_does():
-    shown = run_logger._shown({"tokens_per_s": 12.0, "flops_per_s": 3e12, "peak_bytes": 5e9})
-    assert shown == {"tokens/s": "12", "TFLOP/s": "3", "memory": "5.0 GB"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "peak"),
-    [
-        ("TPU v5 lite", 197e12),
-        ("TPU v5", 459e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L40", None),
-        ("cpu", None),
-    ],
-)
-def test_peaks_of_devices(kind, peak):
-    assert metrics.peak_flops(kind) == peak
+def test_peaks_of_devices():
+    peaks = {"TPU v5 lite": 197e12, "TPU v5": 459e12, "NVIDIA H100 80GB HBM3": 989e12}
+    peaks |= {"NVIDIA H100 PCIe": 756e12, "NVIDIA A100-SXM4-80GB": 312e12, "cpu": None}
+    assert {kind: metrics.peak_flops(kind) for kind in peaks} == peaks
 
 
 def test_speed_leaves_out_what_is_not_an_update(monkeypatch):
@@ -223,87 +205,37 @@ def test_a_run_that_begins_anew_keeps_the_log_of_the_one_before(tmp_path):
 # ---- TensorBoard --------------------------------------------------------------------------
 
 
-class FakeWriter:
-    """tensorboardX's SummaryWriter, as far as it is used."""
-
-    made: list[FakeWriter] = []
-
-    def __init__(self, folder: str, purge_step: int) -> None:
-        self.folder, self.purge_step, self.added = Path(folder), purge_step, []
-        FakeWriter.made.append(self)
-
-    def __enter__(self) -> FakeWriter:
-        return self
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.added.append((tag, value, step))
-
-
 def test_tensorboard_gets_every_number(tmp_path, monkeypatch):
-    fake = types.ModuleType("tensorboardX")
-    fake.SummaryWriter = FakeWriter
-    fake.__spec__ = importlib.util.spec_from_loader("tensorboardX", None)
+    fake = MagicMock(__spec__=importlib.util.spec_from_loader("tensorboardX", None))
     monkeypatch.setitem(sys.modules, "tensorboardX", fake)
     evaluate = lambda params, frozen: {"simulated_tau": 2.0, "agreement": [0.5, 0.25]}
     fit(toy_job(toy_config(tmp_path, tensorboard=True), evaluate=evaluate), None)
-    writer = FakeWriter.made.pop()
-    assert writer.folder == tmp_path / "run" / "tensorboard" and writer.purge_step == 0
-    losses = [(r["step"], r["loss"]) for r in records(tmp_path, kind="train")]
-    assert [(s, v) for tag, v, s in writer.added if tag == "train/loss"] == losses
-    assert ("eval/agreement/1", 0.25, 12) in writer.added
-    assert any(tag == "speed/tokens_per_s" for tag, *_ in writer.added)
-    assert not any(tag.endswith(("/step", "/kind")) for tag, *_ in writer.added)
-
-
-def test_without_tensorboard_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    config = toy_config(tmp_path, tensorboard=True)
-    line = refusal(fit, toy_job(config), None)
-    assert "pip install 'moa-jax[tensorboard]'" in line
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_tensorboard_itself_takes_the_records(tmp_path):
-    pytest.importorskip("tensorboardX")
-    fit(toy_job(toy_config(tmp_path, tensorboard=True)), None)
-    (events,) = (tmp_path / "run" / "tensorboard").glob("events.*")
-    assert b"train/loss" in events.read_bytes()
+    (opened,) = fake.SummaryWriter.call_args_list
+    assert opened.args == (str(tmp_path / "run" / "tensorboard"),)
+    assert opened.kwargs == {"purge_step": 0}
+    writer = fake.SummaryWriter.return_value.__enter__.return_value
+    added = [each.args for each in writer.add_scalar.call_args_list]
+    losses = [(r["loss"], r["step"]) for r in records(tmp_path, kind="train")]
+    assert [rest for tag, *rest in added if tag == "train/loss"] == list(map(list, losses))
+    tags = {tag for tag, *_ in added}
+    assert ("eval/agreement/1", 0.25, 12) in added and "speed/tokens_per_s" in tags
+    assert not any(tag.endswith(("/step", "/kind")) for tag in tags)
 
 
 # ---- curves -------------------------------------------------------------------------------
 
 
-def run_of(folder: Path, *rows: dict[str, Any]) -> Path:
-    folder.mkdir()
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "metrics.jsonl").write_text(text)
-    return folder
-
-
-def test_points_of_a_curve():
-    rows = [
-        {"step": 2, "kind": "train", "loss": 3.0},
-        {"step": 3, "kind": "eval", "loss": 2.0},
-        {"step": 4, "kind": "train", "loss": None},
-        {"step": 6, "kind": "train", "kl": 1.0},
-    ]
-    assert plot.points(rows, "train", "loss") == [(2, 3.0)]
-    assert plot.points(rows, "eval", "loss") == [(3, 2.0)]
-
-
 def test_curves_of_two_runs(tmp_path):
     pytest.importorskip("matplotlib")
-    first = run_of(tmp_path / "a", {"step": 2, "kind": "train", "loss": 3.0, "kl": 0.1})
-    second = run_of(
-        tmp_path / "b",
-        {"step": 4, "kind": "eval", "simulated_tau": 2.0},
-        {"step": 4, "kind": "decode", "tau": 1.5},
-    )
+    for name, kind, figures in (
+        ("a", "train", {"loss": 3.0, "kl": 0.1}),
+        ("b", "eval", {"simulated_tau": 2.0, "loss": None}),
+    ):
+        (tmp_path / name).mkdir()
+        record = {"step": 2, "kind": kind} | figures
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     picture = tmp_path / "curves.svg"
-    plot.main([str(first), str(second), "--output", str(picture)])
+    plot.main([str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(picture)])
     assert picture.read_text().startswith("<?xml")
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -90,12 +91,9 @@ def test_the_layers_of_the_target_are_left_out():
 
 def test_operations_of_one_row_are_counted_without_kernels(monkeypatch):
     """A mesh of several devices has no part of one row for each."""
-
-    def is_possible(*_):
-        raise AssertionError("a kernel was asked for")
-
+    asked = Mock(side_effect=AssertionError("a kernel was asked for"))
     monkeypatch.setattr(attention, "_kernels", lambda: attention)
-    monkeypatch.setattr(train_intervals, "is_possible", is_possible)
+    monkeypatch.setattr(train_intervals, "is_possible", asked)
     config = dataclasses.replace(mesh_run.config_of(MeshConfig()), drafter=EagleConfig(2, 24))
     assert model_flops_per_token(config, mesh_run.TARGET, cached=True) > 0
 
@@ -226,20 +224,16 @@ def test_sizes_are_told_and_refused_beforehand(tmp_path, monkeypatch):
     cache.check_room(size / 1e9)
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
+def test_a_cache_of_something_else_is_refused(tmp_path):
+    build(cache_in(tmp_path))
+    for changes, line in (
         (dict(target="other"), "of another target; name another folder"),
         (dict(data="other"), "of other data"),
         (dict(data="other", rows=6), "of other data, rows 5, not 6"),
         (dict(row_length=4), "of row_length 3, not 4"),
         (dict(dtype="bfloat16"), "of dtype float32, not bfloat16"),
-    ],
-)
-def test_a_cache_of_something_else_is_refused(tmp_path, changes, line):
-    changes = {name: changes.get(name, value) for name, value in MADE_FROM.items()}
-    build(cache_in(tmp_path))
-    assert line in refusal(cache_in, tmp_path, **changes)
+    ):
+        assert line in refusal(cache_in, tmp_path, **changes)
 
 
 def test_damaged_files_are_refused(tmp_path):
@@ -259,39 +253,28 @@ def test_damaged_files_are_refused(tmp_path):
     assert cache_in(tmp_path).missing() == ["last"]
     (tmp_path / "cache.json").write_text('{"target')
     assert "cache.json is not valid JSON" in refusal(cache_in, tmp_path)
-
-
-def test_other_folders_are_left_alone(tmp_path):
-    (tmp_path / "letter.txt").write_text("Dear")
+    (tmp_path / "cache.json").rename(tmp_path / "letter.txt")  # another's folder is left alone
     assert "is no target cache" in refusal(cache_in, tmp_path)
     assert "is no target cache" in refusal(cache_in, tmp_path / "letter.txt")
 
 
-def test_several_processes_are_refused(small_target, tmp_path, monkeypatch):
-    config = small_run(tmp_path, small_target)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    said = refusal(distill.open_cache, CacheFlags(tmp_path, 1.0), config, None, None)
-    assert "--target-cache needs one process" in said
-
-
-def test_a_cache_belongs_to_weights_that_were_fetched_after_the_description(small_target, tmp_path):
-    bare = tmp_path / "bare"  # as a hub gives it before the weights are asked for
+def test_a_cache_belongs_to_weights_whatever_the_tokenizer(small_target, tmp_path, monkeypatch):
+    """Also to those that are fetched after the description, as a hub gives it."""
+    bare, target = tmp_path / "bare", tmp_path / "target"
     shutil.copytree(small_target, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(small_target, target)
+    tokenizer = target / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + "\n")
     flags, rows = CacheFlags(tmp_path / "cache", 1.0), Batches(rows_of(0), 2, seed=0)
     config = small_run(tmp_path, small_target)
-    bound = distill.open_cache(flags, config, describe_target(bare), rows)._made_from["target"]
+    bound = distill.open_cache(flags, config, describe_target(bare), rows)._made_from
     of = lambda folder: folder_hash(folder, WEIGHTS_AND_CONFIG)
-    assert bound == of(small_target) != of(bare)
-
-
-def test_a_cache_outlives_a_tokenizer_that_is_written_anew(small_target, tmp_path):
-    target, flags = tmp_path / "target", CacheFlags(tmp_path / "cache", 1.0)
-    shutil.copytree(small_target, target)
-    config, rows = small_run(tmp_path, target), Batches(rows_of(0), 2, seed=0)
-    opened = lambda: distill.open_cache(flags, config, describe_target(target), rows)
-    now = opened()._made_from
-    (target / "tokenizer.json").write_text((target / "tokenizer.json").read_text() + "\n")
-    assert opened()._made_from == now
+    assert bound["target"] == of(small_target) != of(bare)
+    config = small_run(tmp_path, target)
+    assert distill.open_cache(flags, config, describe_target(target), rows)._made_from == bound
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    said = refusal(distill.open_cache, flags, config, None, None)
+    assert "--target-cache needs one process" in said
 
 
 # ---- which rows ---------------------------------------------------------------------------

@@ -2,16 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
-import random
 import re
 import runpy
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +47,6 @@ from moa_jax.model import sharding
 from moa_jax.training.checkpoint import Checkpoints
 from moa_jax.training.distillation import make_train_step
 from moa_jax.training.fingerprint import changes
-from moa_jax.training.metrics import read_records
 from moa_jax.training.optim import optimizer
 from moa_jax.training.update import init_state, make_update
 from tests.model_folders import refusal
@@ -96,6 +93,18 @@ def distill_config(folder: Path, target: Path, num_reused: int = 0) -> DistillCo
     )
 
 
+def changed(config: Any, **changes: Any) -> Any:
+    """A config with settings replaced, `data_seed=1` for the field `seed` of its `data`."""
+    for name, value in changes.items():
+        part, _, field = name.partition("_")
+        if part in {"data", "loss", "masks", "optim", "run"} and field:
+            part_of = dataclasses.replace(getattr(config, part), **{field: value})
+            config = dataclasses.replace(config, **{part: part_of})
+        else:
+            config = dataclasses.replace(config, **{name: value})
+    return config
+
+
 @pytest.fixture(scope="module")
 def distilled(small_target, tmp_path_factory) -> Path:
     """The folder of a run that nothing interrupted; to be read, not changed."""
@@ -121,13 +130,10 @@ def cut_at(monkeypatch, step: int) -> None:
     monkeypatch.setattr(Batches, "batch", batch)
 
 
-def test_pretraining_lowers_the_loss(small_target):
-    losses = [record["loss"] for record in metrics(small_target.parent, "train")]
-    assert len(losses) == 6 and losses[-1] < 0.9 * losses[0]
-
-
 @pytest.mark.parametrize("num_reused", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_distilled_drafter_decodes(small_target, distilled, tmp_path, num_reused):
+    losses = [record["loss"] for record in metrics(small_target.parent, "train")]
+    assert len(losses) == 6 and losses[-1] < 0.9 * losses[0]
     folder = distilled
     if num_reused:
         folder = tmp_path
@@ -154,44 +160,16 @@ def test_resume_is_exact(small_target, distilled, tmp_path, monkeypatch):
         cut_at(patch, step=8)
         distill.distill(distill_config(tmp_path / "cut", small_target))
     distill.distill(distill_config(tmp_path / "cut", small_target))
-    assert_same_run(distilled, tmp_path / "cut")
+    for name in ("draft/model.safetensors", "run/metrics.jsonl"):
+        assert (distilled / name).read_bytes() == (tmp_path / "cut" / name).read_bytes(), name
     steps = [record["step"] for record in metrics(tmp_path / "cut", "train")]
     assert steps == [2, 4, 6, 8, 10, 12]
 
 
-def assert_same_run(folder: Path, other: Path) -> None:
-    for name in ("draft/model.safetensors", "run/metrics.jsonl"):
-        assert (folder / name).read_bytes() == (other / name).read_bytes(), name
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments_it_is_exact(small_target, distilled, tmp_path):
-    """The trainer as a program, ended by SIGKILL three times."""
-    settings = tmp_path / "settings.py"
-    settings.write_text(
-        "from pathlib import Path\n"
-        "from tests.train.test_training import distill_config\n"
-        f"config = distill_config(Path({str(tmp_path / 'cut')!r}), Path({str(small_target)!r}))\n"
-    )
-    command = [sys.executable, "-m", "train.distill", "--config", str(settings)]
-    log = tmp_path / "cut" / "run" / "metrics.jsonl"
-    chance, codes = random.Random(0), []
-    for lines in (1, 4, 7):  # of 8: past step 2, 6 and 10, which have few steps more to go
-        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as process:
-            while process.poll() is None and len(read_records(log)) < lines:
-                time.sleep(0.001)
-            time.sleep(0.05 * chance.random())
-            process.kill()
-        codes.append(process.returncode)
-    assert -signal.SIGKILL in codes
-    distill.distill(distill_config(tmp_path / "cut", small_target))
-    assert_same_run(distilled, tmp_path / "cut")
-
-
 @pytest.mark.slow
 def test_export_writes_the_drafter_of_a_checkpoint(small_target, tmp_path, capsys):
-    config = dataclasses.replace(distill_config(tmp_path, small_target), draft_vocabulary=40)
-    distill.distill(dataclasses.replace(config, run=dataclasses.replace(config.run, save_every=3)))
+    config = changed(distill_config(tmp_path, small_target), draft_vocabulary=40)
+    distill.distill(changed(config, run_save_every=3))
     assert "draft vocabulary: 40 of 320 tokens cover " in capsys.readouterr().err
     file = tmp_path / "config.py"
     file.write_text(f"from moa_jax.config import *\nconfig = {config!r}\n")
@@ -308,26 +286,19 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refused_before_the_target_is_loaded(case, small_target, distilled, tmp_path, monkeypatch):
     monkeypatch.setattr(distill, "load_target", None)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setattr(decoding, "MAX_NEW_TOKENS", 999)
     config = distill_config(tmp_path, small_target)
-    set_run = lambda **changes: dataclasses.replace(config.run, **changes)
-    held: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if case == "no tensorboard":
-        monkeypatch.setitem(sys.modules, "tensorboardX", None)
-        config = dataclasses.replace(config, run=set_run(tensorboard=True))
-    elif case == "in use":
-        held = Checkpoints(config)
-    elif case == "other settings":
-        directory = shutil.copytree(distilled / "run", tmp_path / "other")
-        optim = dataclasses.replace(config.optim, b2=0.5)
-        config = dataclasses.replace(config, run=set_run(directory=str(directory)), optim=optim)
-    elif case == "output":  # told now, as it would be after the last update
-        config = dataclasses.replace(config, output=str(small_target.parent / "run"))
-    elif case == "output of a run":
-        config = dataclasses.replace(config, output=f"{tmp_path}/other/..")
-    else:
-        monkeypatch.setattr(decoding, "MAX_NEW_TOKENS", 999)
-        config = dataclasses.replace(config, run=set_run(decode_prompts=2))
-    with held:
+    copied = shutil.copytree(distilled / "run", tmp_path / "other")
+    changes = {
+        "no tensorboard": {"run_tensorboard": True},
+        "other settings": {"optim_b2": 0.5, "run_directory": str(copied)},
+        "output": {"output": str(small_target.parent / "run")},
+        "output of a run": {"output": f"{tmp_path}/other/.."},
+        "no room": {"run_decode_prompts": 2},
+    }
+    with Checkpoints(config) if case == "in use" else contextlib.nullcontext():
+        config = changed(config, **changes.get(case, {}))
         assert REFUSALS[case] in refusal(distill.distill, config)
 
 
@@ -345,31 +316,18 @@ def settings_file(tmp_path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("drafter", "weight", "steps", "is_said"),
-    [
-        (EagleConfig(1, 24), 0.0, 1, True),
-        (EagleConfig(1, 24), 0.0, 2, False),
-        (EagleConfig(1, 24), 1.0, 1, False),
-        (None, 0.0, 1, False),
-    ],
-)
-def test_it_is_said_that_an_eagle_needs_its_feature_loss(drafter, weight, steps, is_said):
+def test_it_is_said_that_an_eagle_needs_its_feature_loss():
     config = distill_config(Path("runs"), Path("target"))
-    config = dataclasses.replace(
-        config,
-        drafter=drafter or config.drafter,
-        loss=LossConfig(feature_weight=weight),
-        feedback=FeedbackConfig(steps),
-    )
-    assert bool(distill.warn_unused_feature_loss(config)) == is_said
-
-
-def test_overrides_reach_their_field(settings_file):
-    flags = ["--optim.total_steps", "7", "--optim.peak=3", "--data.sources=a,b", "--data.pack"]
-    config = load_config(settings_file, DistillConfig, [*flags, "false"])
-    assert (config.optim.total_steps, config.optim.peak) == (7, 3.0)
-    assert (config.data.sources, config.data.pack) == (("a", "b"), False)
+    eagle = dataclasses.replace(config, drafter=EagleConfig(1, 24))
+    for other, weight, steps, is_said in (
+        (eagle, 0.0, 1, True),
+        (eagle, 0.0, 2, False),
+        (eagle, 1.0, 1, False),
+        (config, 0.0, 1, False),
+    ):
+        loss, feedback = LossConfig(feature_weight=weight), FeedbackConfig(steps)
+        other = dataclasses.replace(other, loss=loss, feedback=feedback)
+        assert bool(distill.warn_unused_feature_loss(other)) == is_said
 
 
 @pytest.mark.parametrize(
@@ -381,56 +339,50 @@ def test_overrides_reach_their_field(settings_file):
     ],
 )
 def test_overrides_that_are_valid_together_need_no_order(settings_file, one, other):
-    configs = [
-        load_config(settings_file, DistillConfig, flags) for flags in ([one, other], [other, one])
-    ]
-    assert configs[0] == configs[1] != load_config(settings_file, DistillConfig, [])
-    twice = load_config(settings_file, DistillConfig, ["--horizon=99", "--horizon=5"])
-    assert twice.horizon == 5
+    load = functools.partial(load_config, settings_file, DistillConfig)
+    configs = [load(flags) for flags in ([one, other], [other, one])]
+    assert configs[0] == configs[1] != load([])
+    config = load(["--horizon=99", "--horizon=5", "--data.sources=a,b", "--data.pack", "false"])
+    assert (config.horizon, config.data.sources, config.data.pack) == (5, ("a", "b"), False)
 
 
-def test_a_tilde_is_the_users_folder_wherever_files_are_written(
-    settings_file, monkeypatch, tmp_path
-):
+BAD_OVERRIDES = {
+    "--optim.total_step 7": "no such setting: --optim.total_step; replace 'total_step' by one of",
+    "--optim.total_steps many": "'many'; write a value of type int",
+    "--optim.total_steps": "give it a value",
+    "--data.answers all": "'all'; choose from turns, reference",
+    "--target.size 3": "'target' is not a group; write --target VALUE",
+    "7": "is not an override",
+}
+
+
+@pytest.mark.parametrize("flags", BAD_OVERRIDES)
+def test_bad_overrides_are_one_line(settings_file, flags):
+    said = refusal(load_config, settings_file, DistillConfig, flags.split())
+    assert BAD_OVERRIDES[flags] in said
+
+
+def test_config_of_another_program_is_refused(settings_file, tmp_path):
+    said = refusal(load_config, settings_file, PretrainConfig, [])
+    assert "name a file with a PretrainConfig" in said
+    said = refusal(load_config, str(tmp_path / "none.py"), PretrainConfig, [])
+    assert "no such config file" in said
+
+
+def test_places_to_write_are_folders_of_this_machine(settings_file, monkeypatch, tmp_path):
+    """A tilde is the user's folder; a URL is refused."""
     monkeypatch.setenv("HOME", str(tmp_path))
     flags = ["--output", "~/drafter", "--run.directory", "~/run", "--data.cache", "~/cache"]
     config = load_config(settings_file, DistillConfig, flags)
     found = (config.output, config.run.directory, config.data.cache)
     assert found == tuple(str(tmp_path / name) for name in ("drafter", "run", "cache"))
+    for name in ("output", "data.cache"):
+        line = refusal(load_config, settings_file, DistillConfig, [f"--{name}", "gs://bucket/run"])
+        assert line.startswith(f"{name}: gs://bucket/run is a URL") and "mount the store" in line
+        load_config(settings_file, DistillConfig, [f"--{name}", "gs/bucket:/run"])
     grid = read_config("configs/matched.py", GridConfig)
     assert expanded(grid) == grid
     assert expanded(dataclasses.replace(grid, directory="~/g")).directory == str(tmp_path / "g")
-
-
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (
-            ["--optim.total_step", "7"],
-            "no such setting: --optim.total_step; replace 'total_step' by one of",
-        ),
-        (["--optim.total_steps", "many"], "'many'; write a value of type int"),
-        (["--optim.total_steps"], "give it a value"),
-        (["--data.answers", "all"], "'all'; choose from turns, reference"),
-        (["--target.size", "3"], "'target' is not a group; write --target VALUE"),
-        (["7"], "is not an override"),
-    ],
-)
-def test_bad_overrides_are_one_line(settings_file, flags, line):
-    with pytest.raises(InputError, match=line):
-        load_config(settings_file, DistillConfig, flags)
-
-
-@pytest.mark.parametrize("name", ["output", "data.cache"])
-def test_urls_are_no_place_to_write(settings_file, name):
-    line = refusal(load_config, settings_file, DistillConfig, [f"--{name}", "gs://bucket/run"])
-    assert line.startswith(f"{name}: gs://bucket/run is a URL") and "mount the store" in line
-    load_config(settings_file, DistillConfig, [f"--{name}", "gs/bucket:/run"])
-
-
-def test_a_grid_in_a_bucket_is_refused():
-    grid = read_config("configs/matched.py", GridConfig)
-    expanded(grid)
     (name, cell), *others = grid.cells
     cell = dataclasses.replace(cell, output="s3://bucket/cell")
     line = refusal(expanded, dataclasses.replace(grid, cells=((name, cell), *others)))
@@ -461,13 +413,6 @@ def test_programs_refuse_to_write_to_a_url(writer, tmp_path, monkeypatch, capsys
     assert ended.value.code == 2 and told.count("\n") == 1
     assert "gs://bucket" in told and "is a URL" in told
     assert list(tmp_path.iterdir()) == []
-
-
-def test_config_of_another_program_is_refused(settings_file, tmp_path):
-    with pytest.raises(InputError, match="name a file with a PretrainConfig"):
-        load_config(settings_file, PretrainConfig, [])
-    with pytest.raises(InputError, match="no such config file"):
-        load_config(str(tmp_path / "none.py"), PretrainConfig, [])
 
 
 def defines_config(path: Path) -> bool:

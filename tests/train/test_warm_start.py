@@ -10,13 +10,12 @@ import pytest
 
 from configs import demo_drafter
 from infer.info import ROOT
-from moa_jax import InputError
 from moa_jax.config import Eagle3Config, EagleConfig, MoaConfig
 from moa_jax.model import sharding
 from moa_jax.pretrained import describe_target, save_drafter
 from moa_jax.training.distillation import make_train_step
 from tests.model_folders import refusal
-from tests.train.test_training import cut_at, distill_config, metrics, run_config
+from tests.train.test_training import changed, cut_at, distill_config, metrics, run_config
 from tests.train.test_training import distilled as distilled  # a fixture
 from train import distill
 from train.run.warm_start import warm_params
@@ -39,8 +38,7 @@ def test_a_run_goes_on_from_the_weights_of_another(small_target, distilled, tmp_
     log = tmp_path / "run" / "metrics.jsonl"  # of another start, which came to no checkpoint
     log.parent.mkdir()
     log.write_text('{"step": 0, "kind": "eval", "kl": 99.0}\n')
-    slow = dataclasses.replace(config.optim, learning_rate=1e-4, peak=1.0)
-    distill.distill(dataclasses.replace(config, optim=slow))
+    distill.distill(changed(config, optim_learning_rate=1e-4, optim_peak=1.0))
     before, after = evaluations(distilled), evaluations(tmp_path)
     assert after[0] == before[-1] != before[0]
     assert [record["step"] for record in metrics(tmp_path, "eval")] == [0, 6, 12]
@@ -78,8 +76,7 @@ def test_every_layout_is_a_start(method, layout, tmp_path):
     """The same weights, bit for bit, whatever config.json tells of them."""
     config, start = demo_drafter.config, tmp_path / "draft"
     drafter = EAGLE3 if method == "eagle3" else MOA
-    config = dataclasses.replace(config, drafter=drafter, run=run_config(tmp_path))
-    config = dataclasses.replace(config, init_from=str(start))
+    config = changed(config, drafter=drafter, run=run_config(tmp_path), init_from=str(start))
     target = describe_target(config.target)
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     program = make_train_step(config, target.config, mesh)
@@ -90,51 +87,36 @@ def test_every_layout_is_a_start(method, layout, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_flag_names_a_checkpoint(small_target, distilled, tmp_path, monkeypatch):
-    given = []
-    monkeypatch.setattr(distill, "distill", lambda config, flags: given.append(config))
-    distill.main(["--config", str(ROOT / "configs" / "tiny.py"), "--init-from", "runs/other"])
-    assert given[0].init_from == "runs/other"
-    start = distilled / "run" / "checkpoints" / "12"
-    monkeypatch.undo()
-    monkeypatch.setattr(distill, "load_target", None)  # refusals come before
-    folder = warm_config(tmp_path, small_target, start)
-    other = dataclasses.replace(folder, drafter=MoaConfig(1, 20, 1, 24, 1, 16))
-    said = refusal(distill.distill, other)
-    assert "another drafter: drafter.self_attention_intermediate_size: 24 -> 20; name" in said
-    reused = dataclasses.replace(folder, drafter=MoaConfig(1, 24, 1, 24, 1, 16, 1))
-    assert "drafter.target_layer_inference: 0 -> 1" in refusal(distill.distill, reused)
-    missing = dataclasses.replace(folder, init_from=str(start.with_name("5")))
-    assert "5: no such checkpoint" in refusal(distill.distill, missing)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"drafter": EagleConfig(1, 24)}, "a drafter of kind moa, and the config's is eagle"),
-        (
-            {"drafter": MoaConfig(1, 20, 1, 24, 1, 16)},
-            "self_attention_intermediate_size is 24, and",
-        ),
-        ({"init_from": "nowhere"}, "nowhere"),
-    ],
-)
-def test_another_drafter_is_refused_before_the_target_is_loaded(
-    small_target, distilled, tmp_path, monkeypatch, changes, said
+def test_another_start_is_refused_before_the_target_is_loaded(
+    small_target, distilled, tmp_path, monkeypatch
 ):
+    given = []
+    with monkeypatch.context() as patch:
+        patch.setattr(distill, "distill", lambda config, flags: given.append(config))
+        distill.main(["--config", str(ROOT / "configs/tiny.py"), "--init-from", "runs/other"])
+    assert given[0].init_from == "runs/other"
     monkeypatch.setattr(distill, "load_target", None)
-    config = warm_config(tmp_path, small_target, distilled / "draft")
-    assert said in refusal(distill.distill, dataclasses.replace(config, **changes))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_a_damaged_checkpoint_is_named(small_target, distilled, tmp_path):
-    copied = shutil.copytree(distilled / "run", tmp_path / "other")
-    damaged = max(
-        (copied / "checkpoints" / "12" / "state").rglob("*"), key=lambda p: p.stat().st_size
-    )
-    damaged.write_bytes(b"")
-    with pytest.raises(InputError, match="12: damaged"):
-        distill.distill(warm_config(tmp_path, small_target, copied))
+    step = distilled / "run" / "checkpoints" / "12"
+    damaged = shutil.copytree(step, tmp_path / "other" / "checkpoints" / "12")
+    max((damaged / "state").rglob("*"), key=lambda path: path.stat().st_size).write_bytes(b"")
+    narrow = MoaConfig(1, 20, 1, 24, 1, 16)
+    for start, changes, said in (
+        (step, {"drafter": narrow}, "drafter.self_attention_intermediate_size: 24 -> 20; name"),
+        (
+            step,
+            {"drafter": MoaConfig(1, 24, 1, 24, 1, 16, 1)},
+            "another drafter: drafter.target_layer_inference: 0 -> 1",
+        ),
+        (step.with_name("5"), {}, "5: no such checkpoint"),
+        (damaged, {}, "12: damaged"),
+        (
+            distilled / "draft",
+            {"drafter": EagleConfig(1, 24)},
+            "a drafter of kind moa, and the config's is eagle",
+        ),
+        (distilled / "draft", {"drafter": narrow}, "self_attention_intermediate_size is 24, and"),
+        ("nowhere", {}, "nowhere"),
+    ):
+        config = warm_config(tmp_path, small_target, start)
+        assert said in refusal(distill.distill, dataclasses.replace(config, **changes))
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
