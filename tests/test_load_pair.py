@@ -148,11 +148,6 @@ def test_a_pair_in_the_cache_is_not_the_default(toy, capsys):
     assert settings_of(capsys)["target"] == "bundled"
 
 
-def test_a_pair_beside_a_target(toy):
-    flags = ["--pair", "toy", "--target", str(DEMO / "target")]
-    assert "leave one of them out" in refusal(generate.main, flags)
-
-
 def test_an_unknown_pair_in_the_environment(monkeypatch):
     monkeypatch.setenv("MOA_PAIR", "other")
     assert "unknown pair 'other'" in refusal(generate.main, ASK)

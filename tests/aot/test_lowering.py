@@ -81,14 +81,7 @@ def opcodes(*args: str) -> list[str]:
     return [move.opcode for move in large_moves(module(*args))]
 
 
-MOVED = ["concatenate", "copy", "dynamic-slice", "pad", "slice", "transpose"]
-
-
-def test_moves_are_all_tested():
-    assert sorted(MOVES) == MOVED
-
-
-@pytest.mark.parametrize("opcode", MOVED)
+@pytest.mark.parametrize("opcode", sorted(MOVES))
 def test_a_move_counts(opcode):
     line = f'%x = {BIG} {opcode}(%w, %i), metadata={{op_name="jit(f)/while/body/draft/moved"}}'
     assert large_moves(module(line)) == [Move("x", opcode, LARGE, "jit(f)/while/body/draft/moved")]

@@ -131,13 +131,6 @@ def test_rows_that_are_not_packed_keep_their_order():
     np.testing.assert_equal(one, other)
 
 
-def test_padded_rows_hold_one_example_each():
-    given = examples(0)
-    rows = batches.pad(given, 64, PAD)
-    assert rows.segment_BT.max() == 1 and len(rows.tokens_BT) == len(given)
-    np.testing.assert_equal(segments(rows), given)
-
-
 @pytest.mark.parametrize("place", [batches.pack, batches.pad])
 def test_an_example_longer_than_a_row_is_cut(place):
     (given,) = examples(0, count=1, longest=2)
@@ -228,26 +221,6 @@ def test_load_unpacked_and_by_source(tokenizer):
     assert source.rows.segment_BT.max() == 1 and len(source) == 2
 
 
-def test_load_counts_what_it_drops(tokenizer, tmp_path):
-    good = {
-        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
-    }
-    long = {"messages": [{"role": "user", "content": "1" * 40}, good["messages"][1]]}
-    records = [good, {"messages": good["messages"][:1]}, long, {"nothing": 1}, {"nothing": 2}, good]
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    config = dataclasses.replace(CONFIG, train=(str(path),), max_length=32)
-    source, report = batches.load(config, tokenizer, 512, "train")
-    assert report.kept == 2 and report.full == 0 and report.rows == 1
-    unknown, *others = report.dropped.items()
-    assert "unknown style" in unknown[0] and unknown[1] == 2
-    assert {reason.split(";")[0]: n for reason, n in others} == {
-        "a record without an answer": 1,
-        "no answer within 32 tokens": 1,
-    }
-    assert (source.rows.segment_BT.max(), len(source)) == (2, 1)
-
-
 @pytest.mark.parametrize("answers", ["turns", "reference"])
 def test_load_ids_beside_messages(tokenizer, tmp_path, answers):
     """Records of ids keep theirs under either rule, whatever the template would make of them."""
@@ -328,12 +301,6 @@ def test_load_refuses(tokenizer, tmp_path):
     refused("no token 599", vocab_size=600, answers="reference")
     (tmp_path / "a.jsonl").write_text('{"messages": [\n')
     refused(r"of 1: not JSON .* \(first: .*a\.jsonl line 1\)", train=(str(tmp_path / "a.jsonl"),))
-
-
-def test_load_without_chat_template(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", None)
-    with pytest.raises(InputError, match="no chat template"):
-        batches.load(CONFIG, tokenizer, 512, "train")
 
 
 @pytest.mark.golden

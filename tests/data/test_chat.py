@@ -238,30 +238,6 @@ def test_alpaca_input_and_system_messages():
     assert records.messages_of(record)[0] == {"role": "system", "content": ""}
 
 
-@pytest.mark.parametrize(
-    "record, reason",
-    [
-        ({"question": "Hi"}, "unknown style"),
-        ({"messages": []}, "`messages` is empty"),
-        ({"messages": [{"role": "tool", "content": "{}"}, *HELLO]}, "role 'tool'"),
-        ({"messages": ["Hi", "Hello!"]}, "not an object"),
-        ({"messages": "Hi"}, "not a list"),
-        ({"messages": [*HELLO, {"role": "user", "content": ""}]}, "without text"),
-        ({"messages": [*HELLO, {"role": "user", "content": None}]}, "without text"),
-    ],
-)
-def test_unfit_records(record, reason):
-    with pytest.raises(InputError, match=reason):
-        records.messages_of(record)
-
-
-def test_user_turns_alone_are_messages_but_nothing_to_learn(tokenizer):
-    messages = records.messages_of({"messages": HELLO[:1]})
-    assert messages == HELLO[:1]
-    with pytest.raises(InputError, match="without an answer"):
-        chat.encode(tokenizer, messages, 100)
-
-
 @pytest.fixture(scope="module", params=golden_cases("dataprep/", "expected.json"))
 def recorded(request):
     expected = json.loads((request.param / "expected.json").read_text())

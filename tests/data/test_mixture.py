@@ -54,10 +54,6 @@ def test_any_part_of_a_run_is_found_without_those_before_it(first):
         np.testing.assert_array_equal(one[:595], np.concatenate(several))
 
 
-def test_even_shares_alternate():
-    assert deal(np.array([0.5, 0.25, 0.25]), 0, 8)[0].tolist() == [0, 1, 2, 0, 0, 1, 2, 0]
-
-
 def test_each_source_runs_through_epochs_of_its_own():
     source = Mixture([numbered(0, 5), numbered(100, 40)], (0.5, 0.5), 10, seed=3)
     assert len(source) == 4 and source.rows_per_batch == 10
@@ -78,12 +74,6 @@ def test_batches_depend_on_seed_and_step_alone():
     for step in reversed(range(20)):
         assert dealt(resumed, range(step, step + 1)).tolist() == unbroken[step]
     assert dealt(mixture(2), range(20)).tolist() != sum(unbroken, [])
-
-
-def test_equal_sources_are_dealt_in_unlike_orders():
-    source = Mixture([numbered(0, 50), numbered(100, 50)], (1, 1), 100, seed=0)
-    run_N = dealt(source, range(1))
-    assert run_N[run_N < 100].tolist() != (run_N[run_N >= 100] - 100).tolist()
 
 
 def test_whole_rows_and_slices():

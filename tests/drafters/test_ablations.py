@@ -151,24 +151,6 @@ def test_cached_drafting_equals_training(name, num_reused, whole):
     assert_close(drafted_JV, trained_TV[PROMPT:], name)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_reused", "shape"),
-    [
-        pytest.param("bare", 1, DraftShape(4, 2, 5), marks=pytest.mark.slow),
-        pytest.param("last", 1, DraftShape(4), marks=pytest.mark.slow),
-        pytest.param("hidden", 0, DraftShape(4, 2, 5), marks=pytest.mark.slow),
-    ],
-)
-def test_drafted_text_is_plain_text(name, num_reused, shape, whole):
-    target, drafter = whole
-    drafter = without(drafter, **ABLATIONS[name], target_layer_inference=num_reused)
-    prompts = [[5, 17, 60, 33], [80, 3]]
-    found = Session(target, drafter, shape).generate(prompts, 24)
-    plain = Session(target).generate(prompts, 24)
-    assert [result.token_ids for result in found] == [result.token_ids for result in plain]
-    assert max(result.tau for result in found) > 1
-
-
 def test_memory_is_that_of_an_lsa_that_adds_nothing(whole):
     """Its block only adds to what enters it, so without that the mean over layers is left."""
     target, drafter = whole
@@ -199,16 +181,6 @@ def test_memory_is_that_of_an_lsa_that_adds_nothing(whole):
 
 
 # ---- training without the bound -----------------------------------------------------------
-
-
-def test_known_past_as_drawn_in_the_docs():
-    segment_BT = jnp.array([[1, 1, 1, 1, 2, 2]])
-    start_BT = masks.known_past(segment_BT)
-    assert start_BT.tolist() == [[0, 0, 1, 2, 4, 4]]
-    mask_BTT = masks.bounded_memory(start_BT, segment_BT).mask()
-    assert ["".join("x" if seen else "." for seen in row) for row in mask_BTT[0].tolist()] == [
-        "x.....", "x.....", "xx....", "xxx...", "....x.", "....x.",
-    ]  # fmt: skip
 
 
 ROOTS = np.arange(PROMPT, T)
@@ -373,34 +345,10 @@ def test_files_that_contradict_themselves_are_refused(drop, change, says, whole,
 
 # ---- settings -----------------------------------------------------------------------------
 
-FLAGS = {
-    "--drafter.layer_mixing mean": lambda c: c.drafter.layer_mixing == "mean",
-    "--drafter.layer_mixing last": lambda c: c.drafter.layer_mixing == "last",
-    "--drafter.has_self_attention False": lambda c: not c.drafter.has_self_attention,
-    "--drafter.target_layer_inference 3": lambda c: c.drafter.target_layer_inference == 3,
-    "--drafter.cross_attention_intermediate_size 12288": (
-        lambda c: c.drafter.cross_attention_intermediate_size == 12_288
-    ),
-    "--masks.bounded False": lambda c: not c.masks.bounded,
-    "--masks.shortest_future 3 --masks.longest_future 6": (
-        lambda c: (c.masks.shortest_future, c.masks.longest_future) == (3, 6)
-    ),
-    "--masks.on_policy_reuse true": lambda c: c.masks.on_policy_reuse,
-    "--loss.feature_weight 0": lambda c: c.loss.feature_weight == 0.0,
-}
-
 
 @functools.cache
 def overridden(flags: str) -> DistillConfig:
     return load_config("configs/moa_llama3_8b.py", DistillConfig, flags.split())
-
-
-@pytest.mark.parametrize("flags", FLAGS)
-def test_each_is_a_flag_away(flags, monkeypatch, request):
-    monkeypatch.chdir(request.config.rootpath)
-    config = overridden(flags)
-    assert FLAGS[flags](config) and not FLAGS[flags](overridden(""))
-    DRAFTERS["moa"].make(config.drafter, SHAPES[config.target], config)
 
 
 def size_of(config: DistillConfig) -> int:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moa_jax import load_drafter, load_target
-from moa_jax.config import BlockConfig, MaskConfig, MoaConfig, Objective, OptimConfig, TargetConfig
+from moa_jax.config import MaskConfig, MoaConfig, Objective, OptimConfig
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
@@ -319,32 +319,6 @@ def test_draws_follow_the_schedule():
         periods = {int(np.flatnonzero(row[3:])[0]) + 3 for row in known_BT}
         assert periods == set(range(6, 15))
         assert known_BT[:, :3].all()
-
-
-def test_staircase_and_bounded_memory_as_drawn_in_the_docs():
-    known_BT = jnp.array([[1, 1, 0, 0, 1, 0]], bool)
-    segment_BT = jnp.ones((1, 6), jnp.int32)
-    start_BT = masks.known_until(known_BT, segment_BT)
-    assert start_BT.tolist() == [[0, 1, 1, 1, 4, 4]]
-    picture = lambda seen: [
-        "".join("x" if v else "." for v in row) for row in seen.mask()[0].tolist()
-    ]
-    assert picture(masks.staircase(start_BT)) == [
-        "x.....", ".x....", "..x...", "..xx..", "....x.", ".....x",
-    ]  # fmt: skip
-    assert picture(masks.bounded_memory(start_BT, segment_BT)) == [
-        "x.....", "xx....", "xx....", "xx....", "xxxxx.", "xxxxx.",
-    ]  # fmt: skip
-
-
-def test_size_of_the_papers_drafter():
-    """264.3 million parameters for Llama-3-8B (reference section 1.9)."""
-    block = BlockConfig(4096, 32, 8, 128, 14336, 1e-5, 5e5, None)
-    cfg = TargetConfig("llama", 128256, 32, block, False, 8192)
-    drafter = make(MoaConfig(4, 6144, 4, 6144, 8, 3072), cfg)
-    shapes = jax.eval_shape(drafter.init, jax.random.key(0))
-    count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    assert abs(count / 1e6 - 264.3) < 0.1
 
 
 def test_odd_layer_heads_are_refused():

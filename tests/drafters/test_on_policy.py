@@ -16,7 +16,6 @@ from moa_jax.data.batch import Batch
 from moa_jax.drafters import losses
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
 from moa_jax.drafters.tree import Nodes
-from moa_jax.model import masks
 from moa_jax.model.llama import unembed
 from moa_jax.training import distillation
 from tests.compare import ARRAYS, assert_close, assert_value
@@ -211,14 +210,3 @@ def test_option_trains_every_weight(saved):
     weights, _ = gradient(*trained_on(pair))
     for leaf in jax.tree.leaves(weights):
         assert np.isfinite(leaf).all() and np.abs(leaf).max() > 0
-
-
-def test_mask_as_drawn_in_the_docs():
-    known_BT = jnp.array([[1, 1, 0, 0, 1, 0]], bool)
-    segment_BT = jnp.ones((1, 6), jnp.int32)
-    mask = masks.on_policy(masks.known_until(known_BT, segment_BT), segment_BT).mask()
-    picture = ["".join("x" if seen else "." for seen in row) for row in mask[0].tolist()]
-    assert [f"{row[:6]}|{row[6:]}" for row in picture] == [
-        "x.....|......", "xx....|......", "xx....|..x...",
-        "xx....|..xx..", "xxxxx.|......", "xxxxx.|.....x",
-    ]  # fmt: skip

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -107,16 +106,6 @@ def test_parts_of_arrays_are_read_alone(turned, piece_bytes, tmp_path, monkeypat
             array = np.moveaxis(array, -1, 0)
         np.testing.assert_array_equal(array, np.where(is_part, wholes[name], 0), err_msg=name)
     assert sum(read) == sum(math.prod(map(len, box)) for boxes in BOXES.values() for box in boxes)
-
-
-def test_the_cpu_client_turns_as_numpy_does(monkeypatch):
-    """Where jax was told to use no CPU, numpy turns."""
-    rows_OI = np.arange(60, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(12, 5)
-    turned_OI = packed._turned(rows_OI)
-    np.testing.assert_array_equal(turned_OI.view(np.uint16), rows_OI.view(np.uint16))
-    assert turned_OI.T.flags.c_contiguous
-    monkeypatch.setattr(packed, "_cpu", lambda: None)
-    np.testing.assert_array_equal(packed._turned(rows_OI).view(np.uint16), rows_OI.view(np.uint16))
 
 
 @pytest.mark.parametrize("turned_on_host", [None, 0])

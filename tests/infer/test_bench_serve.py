@@ -33,28 +33,6 @@ def args_of(line: str):
 # ---- flags --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("--rates 0", "'0' is not a number above 0"),
-        ("--rates 1,nan", "'nan' is not a number"),
-        ("--rates 1,fast", "'fast' is not a number"),
-        ("--rates 0.5x", "'0.5x' is not a number"),
-        ("--rates ,", "no rate"),
-        ("--seconds 2", "unrecognized arguments: --seconds"),
-        ("--modes plain,quick", "--modes plain,quick; choose from"),
-        ("--chain-depth 3", "unrecognized arguments: --chain-depth"),
-        ("--output x.json", "unrecognized arguments: --output"),
-        ("--temperature -1", "temperature is -1.0"),
-        ("--plot x.gif", "--plot x.gif"),
-        ("--split", "--split and --serve are two benchmarks"),
-        ("--sweep-depth 3", "unrecognized arguments: --sweep-depth"),
-    ],
-)
-def test_bad_flags_get_one_line(line, said, capfd):
-    assert said in refused(line, capfd)
-
-
 def test_each_mode_has_a_server_with_its_flags():
     args = args_of("--target T --draft B --target-layer-inference 1 --slots 3 --dtype float32")
     found = {mode: " ".join(flags) for mode, flags in variants_of(args).items()}

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from infer import bench, evaluate, generate, serve, server
-from infer.cli.program import BAD_INPUT, run
 from infer.info import ROOT
 from moa_jax import Session, load_target
 from moa_jax.config import MoaConfig
@@ -19,7 +17,6 @@ from moa_jax.drafters import DRAFTERS
 from moa_jax.pretrained import save_drafter
 from tests.infer.mesh_run import PROMPT
 from tests.train.test_regenerate import save_talkative_target
-from train import regenerate
 
 NEW = 9
 CHAT = {"messages": [{"role": r, "content": "12345"} for r in ("user", "assistant")]}
@@ -81,24 +78,3 @@ def test_server(told, folder):
     (row,) = json.loads(document)["results"]
     prompt = [int(part) for part in PROMPT.split(",")]
     assert row["token_ids"] == plain(folder, prompt)
-
-
-@pytest.mark.parametrize(
-    "program, flags",
-    [
-        (generate, ["--prompt", "x"]),
-        (bench, []),
-        (evaluate, []),
-        (serve, ["--port", "0"]),
-        (server, ["--port", "0"]),
-        (regenerate, ["--prompts", "chats.jsonl", "--output", "new", "--target", "target"]),
-    ],
-    ids=lambda each: getattr(each, "__name__", None),
-)
-def test_a_mesh_that_cannot_be_is_bad_input(program, flags, folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    with pytest.raises(SystemExit) as end:
-        run(program.main, [*flags, "--mesh", "tensor=64"])
-    said = capsys.readouterr()
-    assert end.value.code == BAD_INPUT and not said.out
-    assert "mesh tensor=64,data=1 needs 64 devices" in said.err.splitlines()[-1]

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.model_folders import tensors_of
-from tests.trouble.drafters import save_random_drafter
+from tests.model_folders import save_random_drafter, tensors_of
 
 SHORT = ("--prompt-ids", "5,17,60", "--max-new-tokens", "4")
 

@@ -268,13 +268,6 @@ def test_a_run_on_this_machine_goes_on_after_bad_records(run, tmp_path):
     assert "none of 10 conversations got an answer" in line
 
 
-def test_one_bad_record_ends_no_training(data_lines, wide, tmp_path):
-    good = {"messages": HELLO}
-    lines = [line for bad in BAD for line in (good, bad)]
-    line, *_ = data_lines(write(tmp_path / "a.jsonl", *lines), "--target", wide)
-    assert figures(line)[:2] == (len(BAD), len(BAD)) and "a.jsonl line 2)" in line
-
-
 @pytest.mark.slow
 def test_one_bad_record_ends_no_evaluation(run, wide, tmp_path):
     good = {"messages": [HELLO[0]]}

@@ -92,13 +92,6 @@ def test_a_template_that_is_not_one_is_refused(run, target):
     assert "cannot load the tokenizer" in line
 
 
-@pytest.mark.parametrize("value", [True, 2.0, "2", {"id": 2}])
-def test_an_end_that_is_not_an_id_is_refused(run, target, value):
-    state(target, eos_token_id=value)
-    line = run("infer.generate", "--target", target, "--prompt-ids", "5", "--mode", "plain")
-    assert "config.json holds a value of the wrong type" in line.refusal()
-
-
 def test_converted_targets_state_all_ends(run, target, tmp_path):
     name_ends(target, (7, 9), eos_token="<|eos|>", chat_template=CHATML)
     state(target, eos_token_id=-1)
