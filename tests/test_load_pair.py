@@ -92,19 +92,6 @@ def test_what_cannot_be_fetched_is_one_line(toy, monkeypatch, fault, line):
     assert [path.name for path in pairs.folder_of("toy").parent.iterdir()] == ["toy.lock"]
 
 
-@pytest.mark.parametrize(
-    ("log", "line"),
-    [
-        ("/usr/bin/python: No module named pip", "has no pip"),
-        ("ERROR: Could not install: [Errno 28] No space left on device: 'x'", "no space left"),
-        ("WARNING: retrying\nERROR: No matching distribution found", "No matching distribution"),
-        ("", "check the network"),
-    ],
-)
-def test_what_pip_says(log, line):
-    assert line in pairs._reason(log)
-
-
 def test_an_unknown_pair(index):
     assert "use one of demo, smollm2" in refusal(load_pair, "other")
 

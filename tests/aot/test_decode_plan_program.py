@@ -13,10 +13,9 @@ from jax.sharding import AbstractMesh
 
 from configs.shapes import SHAPES
 from infer import plan
-from infer.bench.plan import decoding, machines
+from infer.bench.plan import decoding
 from infer.bench.plan.machines import machine
 from moa_jax.config import DraftShape, TargetConfig
-from moa_jax.errors import InputError
 from moa_jax.model import convert, sharding
 from tests.aot.compiling import in_child, needs, run_plan
 from tests.aot.test_decode_plan import MODEL, PAPER, request_for
@@ -98,15 +97,6 @@ def test_json_is_all_of_stdout(planned, capsys):
     assert {"phase", "launches", "bytes", "ms"} <= set(found["phases"][0])
 
 
-def test_moves_are_told_by_phase(planned, capsys):
-    move = {"name": "x", "opcode": "copy", "bytes": 3_000_000, "phase": "draft", "times": 1}
-    planned[1]["moves"] = [move | {"label": ""}, move | {"label": ""}]
-    plan.main(COMMAND)
-    out = capsys.readouterr().out
-    each = "copy of 3 MB in draft"
-    assert f"moves of 2 MiB or more within a round: {each}, {each}" in out
-
-
 def test_defaults_are_those_of_every_program(planned):
     for mode in ("plain", "chain", "tree"):
         plan.main([*COMMAND, "--drafter", PAPER, "--mode", mode, "--cache-rows", "2000"])
@@ -138,12 +128,6 @@ def test_a_folder_names_its_own_pair(planned):
 
 
 DEMO = ["--shape", "moa_jax/demo/target"]
-
-
-def test_without_the_extra_one_line_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(machines, "has_compiler", lambda compiler: False)
-    with pytest.raises(InputError, match="make env PLAN=1"):
-        plan.main(COMMAND)
 
 
 # ---- real compilers -----------------------------------------------------------------------

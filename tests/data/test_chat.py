@@ -186,12 +186,6 @@ def test_empty_prompts(tokenizer, messages):
         chat.prompt_ids(tokenizer, messages)
 
 
-def test_prompt_without_template(tokenizer):
-    tokenizer.chat_template = None
-    with pytest.raises(InputError, match="no chat template"):
-        chat.prompt_ids(tokenizer, [{"role": "user", "content": "Hi"}])
-
-
 def test_plain_text_in_chunks(tokenizer):
     text = "coffee in the rain, " * 20
     ids = tokenizer(text, add_special_tokens=False).input_ids

@@ -19,13 +19,11 @@ from configs.shapes import SHAPES
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import (
     BlockConfig,
-    DataConfig,
     DistillConfig,
     DraftShape,
     IndependentConfig,
     MaskConfig,
     Objective,
-    OptimConfig,
 )
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS, losses
@@ -37,10 +35,8 @@ from moa_jax.model import convert, masks
 from moa_jax.model.cache import KV
 from moa_jax.model.llama import unembed
 from moa_jax.pretrained import LoadedDrafter, save_drafter
-from moa_jax.training import distillation, flops
+from moa_jax.training import distillation
 from moa_jax.training.fingerprint import changes, fingerprint
-from moa_jax.training.optim import optimizer
-from moa_jax.training.update import init_state, make_update
 from tests.compare import assert_close, assert_value
 from tests.model_folders import edit_json, edit_tensors, refusal, tensors_of
 from tests.oracle import random_pair
@@ -248,31 +244,6 @@ def cross_entropy(shared, tapped, logits_BTV, batch: Batch):
     return losses.answer_mean(each_BT, batch.response_BT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "num_reused"),
-    [("mean", 0), ("last", 1), ("no-sa", 1), ("hidden", 0), ("free", 0), ("free", 1)],
-)
-def test_trains(name, num_reused, whole):
-    """A few updates move every weight and lower the loss; the target pass may be stacked."""
-    target, drafter = whole
-    changes = ABLATIONS.get(name, {}) | {"target_layer_inference": num_reused}
-    drafter = without(drafter, **changes)
-    objective = UNBOUNDED if name == "free" else Objective()
-    functions = make(drafter.config, target.config, objective)
-    layers = jax.tree.map(lambda *each: jnp.stack(each), *target.params["layers"])
-    loss = distillation.make_loss(target.config, functions, jnp.float32)
-    tx = optimizer(OptimConfig(1e-3, warmup_steps=0, decay_steps=0, peak=1.0, total_steps=8))
-    update = jax.jit(make_update(loss, tx, seed=0, total_steps=8))
-    state, found = init_state(drafter.params, tx), []
-    for _ in range(8):
-        state, metrics = update(state, target.params | {"layers": layers}, batch_of(2))
-        found.append(float(metrics["loss"]))
-    assert found[-1] < found[0]
-    moved = jax.tree.map(lambda a, b: float(abs(a - b).max()) > 0, state.params, drafter.params)
-    assert all(jax.tree.leaves(moved))
-
-
 # ---- files --------------------------------------------------------------------------------
 
 
@@ -354,25 +325,6 @@ def overridden(flags: str) -> DistillConfig:
 def size_of(config: DistillConfig) -> int:
     table = DRAFTERS["moa"].table(config.drafter, SHAPES[config.target])
     return sum(int(np.prod(packing.shape)) for packing in table.values())
-
-
-def test_what_is_left_out_costs_nothing(monkeypatch, request, whole):
-    monkeypatch.chdir(request.config.rootpath)
-    paper, lsa, sa = (
-        overridden(flags)
-        for flags in ("", "--drafter.layer_mixing mean", "--drafter.has_self_attention False")
-    )
-    assert size_of(paper) - size_of(lsa) == 29_364_224
-    assert size_of(paper) - size_of(sa) == 113_254_400
-    target, drafter = whole
-    tiny = dataclasses.replace(paper, data=DataConfig(("a",), ("a",), T, T, 1))
-    cost, *less = (
-        flops.model_flops_per_token(dataclasses.replace(tiny, drafter=cfg), target.config)
-        for cfg in (
-            without(drafter, **how).config for how in ({}, ABLATIONS["mean"], ABLATIONS["no-sa"])
-        )
-    )
-    assert cost > max(less)
 
 
 def test_a_drafter_for_qwen2():

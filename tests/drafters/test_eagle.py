@@ -27,7 +27,6 @@ from moa_jax.config import (
     Objective,
 )
 from moa_jax.data.batch import Batch
-from moa_jax.decode.draft_vocabulary import vocabulary_of
 from moa_jax.drafters import eagle, eagle3, eagle_common
 from moa_jax.drafters.api import CandidateSampler
 from moa_jax.pretrained import save_drafter
@@ -103,24 +102,6 @@ def test_draft_loss_and_gradients(folder, noise):
         expected = arrays_of(folder / "grads.npz")
         for name, value in stored(target, drafter, grads).items():
             assert_norm_close(value, expected[f"noise0/{name}"], name)
-
-
-@recorded
-def test_draft_features(folder):
-    """Our entry p is the authors' entry p - 1."""
-    target, drafter, arrays, batch = recorded_training(folder)
-    layer, functions = eagle.layer(drafter.config, target.config), make(target, drafter)
-
-    @jax.jit
-    def features(batch):
-        tapped = tap(target.config, functions, target.params, batch, jnp.float32)
-        embedding_BTD = target.params["embed"][batch.tokens_BT]
-        inputs = eagle_common.TrainingInputs(embedding_BTD, tapped.hidden_BTD, tapped.hidden_BTD)
-        return eagle_common.passes(layer, drafter.params, inputs, batch, 1)[0]
-
-    real_BT = np.asarray(batch.segment_BT[:, 1:] > 0)
-    ours, theirs = features(batch)[:, 1:], arrays["noise0/feature"][:, :-1]
-    assert_close(np.asarray(ours)[real_BT], theirs[real_BT], "feature")
 
 
 SHAPES = {
@@ -284,16 +265,6 @@ def test_draft_vocabulary_is_stored_beside_the_head(calm_target, tmp_path):
     assert load_drafter(tmp_path / "d", calm_target).config.draft_ids == IDS
 
 
-def test_foreign_files_are_read(calm_target, tmp_path):
-    """As the official repositories store them: an embedding beside, and no word of ours."""
-    found = untrained(calm_target, "eagle", CONFIGS["eagle"])
-    save_drafter(tmp_path / "d", "eagle", found.config, found.params, calm_target, layout="authors")
-    embed = np.asarray(calm_target.params["embed"])
-    edit_tensors(tmp_path / "d", **{"embed_tokens.weight": embed})
-    again = load_drafter(tmp_path / "d", calm_target)
-    assert (again.method, again.config) == ("eagle", found.config)
-
-
 def test_wrong_files_are_refused(calm_target, tmp_path):
     found = untrained(calm_target, "eagle3", CONFIGS["eagle3"])
     save_drafter(tmp_path / "d", "eagle3", found.config, found.params, calm_target)
@@ -359,30 +330,6 @@ def test_layers_are_written_for_every_reader(calm_target, tmp_path, layout):
     where = ["--target", str(calm_target.folder), "--draft", str(tmp_path / "d")]
     convert.main([*where, "--output", str(tmp_path / "ours")])
     assert load_drafter(tmp_path / "ours", calm_target).config == config
-
-
-@pytest.mark.parametrize(
-    "wrong, says",
-    [
-        (["a", 1, 2], "layer_ids is ['a', 1, 2]; give three layers"),
-        ([True, 1, 2], "layer_ids is [True, 1, 2]; give three layers"),
-        ("123", "layer_ids is '123'; give three layers"),
-        ({"1": 2}, "layer_ids is {'1': 2}; give three layers"),
-        ([1, 2], "tapped_layers [1, 2] of a target of 5 layers; give three"),
-        ([1, 2, 5], "tapped_layers [1, 2, 5] of a target of 5 layers; give three"),
-    ],
-)
-def test_layers_that_are_none_are_refused(calm_target, official, tmp_path, wrong, says):
-    folder = layered(official, tmp_path, {TOP: wrong})
-    said = refusal(load_drafter, folder, calm_target)
-    assert says in said and str(folder) in said
-
-
-def test_pickles_name_their_converter(calm_target, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    said = refusal(load_drafter, tmp_path, calm_target)
-    assert "infer.peers.unpickle" in said and "weights_only" in said
 
 
 def test_pickles_are_rewritten_once(calm_target, tmp_path):
@@ -453,10 +400,3 @@ def test_the_converter_is_a_program_like_the_others(tmp_path, capsys, monkeypatc
     (tmp_path / "pytorch_model.bin").touch()
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     assert "torch is missing" in refusal(unpickle.main, folders)
-
-
-def test_own_heads_refuse_a_draft_vocabulary(calm_target):
-    found = untrained(calm_target, "eagle3", CONFIGS["eagle3-whole"])
-    some = vocabulary_of(np.arange(9, dtype=np.int32), calm_target)
-    said = refusal(functools.partial(Session, vocabulary=some), calm_target, found)
-    assert "head of its own" in said

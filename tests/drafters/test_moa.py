@@ -128,14 +128,6 @@ def draws_of(sample) -> train.Draws:
 
 
 @recorded
-def test_draft_memory(folder):
-    case, pair, batch = recorded_pair(folder)
-    memory_BTD = jax.jit(pair.moa.memory)(pair.drafter.params, pair.tap(batch))
-    expected = case.train["ekv2e_out"].numpy()
-    assert_close(memory_BTD[case.real_BT.numpy()], expected[case.real_BT.numpy()], "memory")
-
-
-@recorded
 def test_draft_training_forward(folder):
     case, pair, batch = recorded_pair(folder)
     real_BT = case.real_BT.numpy()
@@ -277,17 +269,6 @@ def test_random_draft_equals_oracle(family, num_reused, tmp_path):
     assert_value(parts["loss"], losses.loss, "loss")
     for name, ours in pair.tensors(gradient).items():
         assert_norm_close(ours, gradients[name].numpy(), name)
-
-
-@pytest.mark.parametrize(
-    "num_reused",
-    [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)],
-)
-def test_random_draft_cached_equals_training(num_reused, tmp_path):
-    *_, rows, sample = random_case("qwen3", num_reused)
-    pair, batch = random_opened(tmp_path, "qwen3", num_reused)
-    _, logits_BTV, _ = pair.trace(batch, train.Draws(~batch.response_BT, jnp.zeros(3, bool)))
-    assert_cached_equals(pair, batch, np.asarray(logits_BTV), rows.response_mask.numpy())
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from infer import convert
+from moa_jax.drafters.eagle3 import LAYER_IDS
 from moa_jax.pretrained import load_drafter, load_target
 from tests.model_folders import edit_json, refusal, save_random_drafter
 
@@ -167,6 +168,12 @@ OF_ONE_LAYER = [
             ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state: false is"),
             ({"intermediate_size": 99}, "intermediate_size is 99 but the tensors have 32"),
             ({"draft_vocab_size": 39}, "draft_vocab_size is 39"),
+            ({LAYER_IDS: ["a", 1, 2]}, "layer_ids is ['a', 1, 2]; give three layers"),
+            ({LAYER_IDS: [True, 1, 2]}, "layer_ids is [True, 1, 2]; give three layers"),
+            ({LAYER_IDS: "123"}, "layer_ids is '123'; give three layers"),
+            ({LAYER_IDS: {"1": 2}}, "layer_ids is {'1': 2}; give three layers"),
+            ({LAYER_IDS: [1, 2]}, "tapped_layers [1, 2] of a target of 5 layers; give three"),
+            ({LAYER_IDS: [1, 2, 5]}, "tapped_layers [1, 2, 5] of a target of 5 layers; give three"),
         ]
     ),
     *(

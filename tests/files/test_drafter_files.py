@@ -188,10 +188,6 @@ def test_files_of_no_kind_are_refused(pair):
     assert "holds no drafter that we recognise; choose a drafter of the kinds moa, " in said
 
 
-def test_a_whole_model_is_a_drafter_of_its_own(pair):
-    assert load_drafter(pair / "target", load_target(pair / "target")).method == "independent"
-
-
 def test_an_n_that_contradicts_the_files_is_refused(ours):
     target = load_target(ours / "target")
     said = refusal(load_drafter, ours / "draft", target, target_layer_inference=1)

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -32,7 +33,12 @@ def save(folder, stored: str) -> dict[str, np.ndarray]:
     """A folder with random tensors of the table."""
     rng = np.random.default_rng(0)
     shapes = convert.stored_shapes(TABLE)
-    tensors = {name: rng.normal(size=shape).astype(stored) for name, shape in shapes.items()}
+    tensors = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    bits = rng.integers(0, 1 << 16, shapes["u"], dtype=np.uint16)  # infinities, subnormal numbers
+    tensors["u"] = np.nan_to_num(bits.view(np.float16), posinf=np.inf).astype(np.float32) * 1e-38
+    tensors["g"] = np.nan_to_num(bits.view(ml_dtypes.bfloat16).astype(np.float32), posinf=np.inf)
+    with np.errstate(over="ignore"):
+        tensors = {name: tensor.astype(stored) for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
     return tensors
 

@@ -39,7 +39,6 @@ from moa_jax.drafters import DRAFTERS
 from moa_jax.model import masks
 from moa_jax.model.cache import KV
 from moa_jax.model.kernels import decode_gpu, decode_tpu
-from moa_jax.model.quantize import quantize_params
 from moa_jax.model.rotary import Rotation
 from moa_jax.pretrained import describe_target, save_drafter, save_target
 from tests.model_folders import refusal
@@ -163,57 +162,6 @@ def test_a_kernel_reads_its_operands_and_hands_caches_on(kernels):
         return past
 
     assert traffic.bytes_read(twice, past, packed) == 2 * size(past)
-
-
-def shapes_of(target, drafter, shape: DraftShape, choose=None) -> tuple:
-    """Setup, weights and a state like that after prefill."""
-    functions = DRAFTERS["moa"].make(drafter.config, TARGET)
-    setup = StaticConfig(TARGET, functions, shape, choose)
-    weights = Weights(target.params, drafter.params)
-    limits = StopConditions(jnp.full(1, 40), jnp.full((1, 8), -1), jnp.int32(99))
-    prompt = (jnp.zeros((1, 4), jnp.int32), jnp.full(1, 4))
-    prefill = functools.partial(step.prefill, setup, capacity=40, chunks=(32,))
-    return setup, weights, blank(prefill, weights, *prompt, limits, LAW), limits
-
-
-def blank(function, *arguments):
-    """Zeros in place of what a function gives, without running it."""
-    shapes = jax.eval_shape(function, *arguments)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-
-@pytest.mark.slow
-def test_bytes_of_phases_by_hand():
-    """A chain of depth 3 drafts twice; the target reads all but its embedding table."""
-    target, drafter = tiny()
-    setup, weights, state, limits = shapes_of(target, drafter, DraftShape(3))
-    rows = 40 + 3
-    a_cache = 2 * 4 * 1 * rows * 8  # keys and values, float32, one head of 8
-
-    def bytes_of(turn, moving, read) -> int:
-        phase = lambda held: turn(setup, held[0], read, held[1])
-        return traffic.bytes_read(phase, (weights, moving))
-
-    sa, ca, lsa, out = (
-        drafter.params[name]
-        for name in ("self_attention", "cross_attention", "layer_self_attention", "ekv2e")
-    )
-    memory_side = (ca["attention"]["kv"], ca["input_norm"])
-    each = size(sa, ca, target.params["lm_head"]) - size(ca["attention"]["kv"])
-    found = bytes_of(phases._draft, state.round.draft_cache, (state, LAW))
-    assert found == 2 * (each + 2 * a_cache)
-    _, tree = blank(
-        functools.partial(phases._draft, setup), weights, (state, LAW), state.round.draft_cache
-    )
-    read = (state, limits, LAW, tree)
-    all_but_table = size(target.params) - size(target.params["embed"])
-    assert bytes_of(phases._verify, state.round.target_caches, read) == all_but_table + 2 * a_cache
-    _, (_, tokens_BD, tapped) = blank(
-        functools.partial(phases._verify, setup), weights, read, state.round.target_caches
-    )
-    extended = (state.round.length_B, tokens_BD, tapped)
-    found = bytes_of(phases._extend, state.round.draft_cache, extended)
-    assert found == size(lsa, out, sa["attention"]["qkv"], sa["input_norm"], memory_side)
 
 
 # ---- pairs without files, simulated drafts -------------------------------------------------
@@ -351,17 +299,6 @@ def test_commands_of_the_gpu_script_parse():
 
 
 # ---- quantized weights --------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_random_pairs_are_quantized_as_they_are_drawn():
-    target, drafter = tiny()
-    quantized = random_pair.random_target(TARGET, jnp.float32, Path("tiny"), weights="int8")
-    expected = quantize_params(target.params, "int8")
-    jax.tree.map(np.testing.assert_array_equal, quantized.params, expected)
-    found = random_pair.random_drafter("moa", DRAFT, quantized, jnp.float32, weights="int8")
-    expected = quantize_params(drafter.params, "int8")
-    jax.tree.map(np.testing.assert_array_equal, found.params, expected)
 
 
 def test_the_cost_of_weights_by_hand():

@@ -15,7 +15,7 @@ from infer import evaluate
 from infer.bench import candidates
 from infer.bench.candidates import Candidate
 from infer.bench.question_runner import QuestionRunner
-from infer.bench.suites import PAPER, Question
+from infer.bench.suites import Question
 from moa_jax import InputError, Result, Session, load_target
 from moa_jax.config import MoaConfig, Sampling
 from moa_jax.data import chat
@@ -248,18 +248,6 @@ def test_a_draft_vocabulary_is_for_those_that_can_take_it(folder, tmp_path, caps
     assert narrowed == {"plain": False, "lookup-chain": False, "a-chain": True}
     with pytest.raises(InputError, match="kind lookup has a head of its own"):
         loaded(*where)
-
-
-@pytest.mark.slow
-def test_the_demo_in_two_modes(tmp_path, capsys):
-    tree = ["--depth", "4", "--breadth", "3", "--total-tokens", "8", "--limit", "1"]
-    command = ["--suite", "demo", "--modes", "chain,tree", *tree, "--output", str(tmp_path)]
-    assert not evaluate.main(command)
-    text = capsys.readouterr().out
-    sets = " | ".join(f"demo-{name}" for name in PAPER)
-    assert f"| decoder | {sets} | all |" in text and "paper" not in text
-    assert "| bundled-chain |" in text and "| bundled-tree |" in text
-    assert "Each of the 12 drafted answers is the same as plain decoding's." in text
 
 
 class ScriptedSession:

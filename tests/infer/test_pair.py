@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -73,23 +72,6 @@ def test_tree_flags(tmp_path):
     (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
     static = DraftShape.static([[0], [1], [0, 0]])
     assert shape("--paths", str(tmp_path / "tree.json")) == static
-
-
-@pytest.mark.parametrize(
-    ("flags", "mode", "shape"),
-    [
-        (["--depth", "1"], "plain", DraftShape(1)),
-        (["--mode", "chain"], "chain", DraftShape(6)),
-        (["--mode", "tree", "--depth", "4"], "tree", DraftShape(4, 8, 62)),
-    ],
-)
-def test_a_session_drafts_as_the_flags_say(monkeypatch, flags, mode, shape):
-    made = []
-    monkeypatch.setattr(pair, "Session", lambda *models, **rest: made.append((*models, rest)))
-    drafter = SimpleNamespace(depth=6)
-    pair.open_session(parse(*flags), "target", drafter, cache_rows=99)
-    assert made == [("target", drafter, shape, {"vocabulary": None, "cache_rows": 99})]
-    assert pair.kind_of(shape) == mode
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")

@@ -125,21 +125,6 @@ def test_halves_of_a_head_fill_a_product():
     assert not decode_gpu.is_possible(packed, past)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_line_needs_no_matrix(kernel):
-    """A chain known when the program is traced is kept as its length; the result is the same."""
-    given, length_B = drawn([100, 3], (2, 1, 2, 70, 64), 256, 70)
-    known = masks.cache_mask(length_B, masks.causal_tree(70))
-    assert known.ancestor_BTX is None
-    unknown = masks.cache_mask(length_B, jnp.asarray(masks.causal_tree(70)))
-    assert unknown.ancestor_BTX is not None
-    for sight in (known, unknown):
-        mixed, _ = jax.jit(KERNELS[kernel])(*given, sight)
-        expected, _ = by_einsum(*given, unknown)
-        np.testing.assert_allclose(mixed, expected, atol=2e-6)
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_unused_rows_are_not_read(kernel):
     """Blocks of 512 rows and less that a cache does not use may hold anything, NaN even."""

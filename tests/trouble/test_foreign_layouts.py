@@ -67,14 +67,3 @@ def test_other_kinds_of_drafters_are_named(run, saved, tmp_path):
     save_file({"0.0.linear.weight": np.ones((60, 60))}, draft / "model.safetensors")
     line = run("infer.generate", "--target", target, "--draft", draft, *SHORT).refusal()
     assert "Medusa heads" in line
-
-
-def test_weights_that_are_no_safetensors_are_named(run, pair):
-    models = ("--target", pair / "target", "--draft", pair / "draft")
-    weights = pair / "draft" / "model.safetensors"
-    weights = weights.rename(pair / "draft" / "pytorch_model.bin")
-    line = run("infer.generate", *models, *SHORT).refusal()
-    assert "holds pytorch_model.bin but no safetensors" in line
-    weights.rename(pair / "draft" / "consolidated.safetensors")
-    line = run("infer.generate", *models, *SHORT).refusal()
-    assert "holds consolidated.safetensors but no model.safetensors" in line
