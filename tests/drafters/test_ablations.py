@@ -28,16 +28,16 @@ from moa_jax.config import (
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS, losses
 from moa_jax.drafters.api import TargetActivations
-from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
-from moa_jax.drafters.tree import Nodes
+from moa_jax.drafters.moa import Moa, block_configs, make, train
 from moa_jax.errors import InputError
-from moa_jax.model import convert, masks
+from moa_jax.model import convert
 from moa_jax.model.cache import KV
 from moa_jax.model.llama import unembed
 from moa_jax.pretrained import LoadedDrafter, save_drafter
 from moa_jax.training import distillation
 from moa_jax.training.fingerprint import changes, fingerprint
 from tests.compare import assert_close, assert_value
+from tests.drafters.test_moa import drafted_logits
 from tests.model_folders import edit_json, edit_tensors, refusal, tensors_of
 from tests.oracle import random_pair
 from tests.train.test_training import distill_config, metrics, pretrain_config
@@ -101,7 +101,6 @@ class AblatedPair:
         self._tap = jax.jit(
             partial(distillation.tap, target.config, make(cfg, target.config), dtype=jnp.float32)
         )
-        self._cached = jax.jit(self._drafted, static_argnames="count")
         self._trained = jax.jit(self._traced, static_argnames="bounded")
 
     def tap(self, batch: Batch):
@@ -109,22 +108,12 @@ class AblatedPair:
 
     def cached(self, batch: Batch, length_B, count: int):
         """Logits (B, count, V) of a chain behind `length_B` verified tokens, by its caches."""
-        return self._cached(batch, self.tap(batch), jnp.asarray(length_B), count=count)
+        given = (self.moa, self.params, self.shared, batch.tokens_BT, self.tap(batch))
+        return drafted_logits(*given, np.asarray(length_B), count)
 
     def trained(self, batch: Batch, bounded: bool = True):
         """Logits (B, T, V) of the training forward where prompts are known."""
         return self._trained(batch, self.tap(batch), bounded=bounded)
-
-    def _drafted(self, batch: Batch, tapped, length_B, count: int):
-        given, zero_B = (self.moa, self.params, self.shared), jnp.zeros_like(length_B)
-        cache = decode.init_cache(self.moa, len(length_B), T + 1, jnp.float32)
-        digest = decode.condense(self.moa, self.params, zero_B, tapped)
-        cache = decode.extend(*given, cache, batch.tokens_BT, zero_B, digest)
-        chain_BW = length_B[:, None] + jnp.arange(count)
-        tokens_BW = jnp.take_along_axis(batch.tokens_BT, chain_BW, axis=1)
-        line, depth_W = masks.causal_tree(count), jnp.arange(count)
-        nodes = Nodes(tokens_BW, line, length_B, length_B, depth_W)
-        return decode.step(*given, cache, nodes)[0]
 
     def _traced(self, batch: Batch, tapped, bounded: bool):
         draws = train.Draws(~batch.response_BT, jnp.zeros(len(batch.tokens_BT), bool))
