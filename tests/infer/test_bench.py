@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.special
-import scipy.stats
 
 from configs import demo_drafter, demo_target
 from infer import bench
@@ -20,7 +18,6 @@ from infer.bench import decode, phases, random_pair, traffic
 from infer.bench import decode_tables as report
 from infer.bench import inputs as batches
 from infer.bench import statistics as figures
-from infer.bench.fidelity import fidelity
 from infer.bench.flags import TREE, check, modes_of, parser_of
 from infer.bench.simulate import accept_with
 from infer.bench.statistics import Run
@@ -31,7 +28,6 @@ from moa_jax.config import BlockConfig, DraftShape, MoaConfig, TargetConfig
 from moa_jax.data import chat
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode import step
-from moa_jax.decode.exactness import scores_after
 from moa_jax.decode.sampling import make_batch_sampling
 from moa_jax.decode.session import GREEDY, rows_of
 from moa_jax.decode.state import StaticConfig, StopConditions, Weights
@@ -299,29 +295,6 @@ def test_commands_of_the_gpu_script_parse():
 
 
 # ---- quantized weights --------------------------------------------------------------------
-
-
-def test_the_cost_of_weights_by_hand():
-    """Two targets whose laws differ much: KL and agreement on the tokens that count."""
-    sharp = lambda target: target._replace(
-        params=target.params | {"lm_head": 40 * target.params["lm_head"]}
-    )
-    one = sharp(tiny()[0])
-    two = sharp(random_pair.random_target(TARGET, jnp.float32, Path("other"), seed=3))
-    texts = [([3, 7, 9, 1], [True, False, True, True]), ([5, 60], [False, True])]
-    kls, same = [], []
-    for tokens, counts in texts:
-        for n in (n for n in range(1, len(tokens)) if counts[n]):
-            p, q = (
-                scipy.special.softmax(scores_after(x, tokens[:n], [], GREEDY)) for x in (one, two)
-            )
-            kls.append(scipy.stats.entropy(p, q))
-            same.append(p.argmax() == q.argmax())
-    found = fidelity(one, two, texts)
-    assert (found.tokens, found.agreement) == (3, pytest.approx(np.mean(same)))
-    assert found.mean_kl == pytest.approx(np.mean(kls), rel=1e-3)
-    assert found.worst_kl == pytest.approx(max(kls), rel=1e-3) and min(kls) > 0.01
-    assert fidelity(one, one, texts)[1:] == (0, 0, 1, 1, 0)
 
 
 @pytest.mark.slow

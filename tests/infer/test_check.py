@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -27,16 +28,9 @@ FIGURES = {
 
 
 @pytest.fixture
-def ask(capsys):
+def ask(run):
     """Runs the program; gives its exit code, stdout and stderr."""
-
-    def ask(*flags: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            run(check.main, list(map(str, flags)))
-        out, err = capsys.readouterr()
-        return end.value.code, out, err
-
-    return ask
+    return functools.partial(run, "infer.check")
 
 
 @pytest.fixture(scope="module")

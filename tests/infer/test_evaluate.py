@@ -6,8 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,15 +14,13 @@ from infer.bench import candidates
 from infer.bench.candidates import Candidate
 from infer.bench.question_runner import QuestionRunner
 from infer.bench.suites import Question
-from moa_jax import InputError, Result, Session, load_target
-from moa_jax.config import MoaConfig, Sampling
+from moa_jax import InputError, Result, Session, load_drafter, load_target
+from moa_jax.config import Sampling
 from moa_jax.data import chat
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.draft_vocabulary import save_vocabulary, vocabulary_of
-from moa_jax.drafters import DRAFTERS
 from moa_jax.pretrained import save_drafter
 from tests.model_folders import refusal
-from tests.train.test_regenerate import save_talkative_target
 
 DIGITS = "1234567 " * 4  # a token each, so that all prompts are alike
 QUESTIONS = [
@@ -36,13 +32,11 @@ QUESTIONS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A small random pair with one drafter in two folders, and questions for it."""
+def folder(talkative, tmp_path_factory) -> Path:
+    """A small random pair, and questions for it."""
     folder = tmp_path_factory.mktemp("pair")
-    target = load_target(save_talkative_target(folder), jnp.float32)
-    config = MoaConfig(1, 24, 1, 24, 1, 16)
-    params = jax.jit(DRAFTERS["moa"].make(config, target.config).init)(jax.random.key(1))
-    save_drafter(folder / "draft", "moa", config, params, target)
+    for name in ("target", "draft"):
+        (folder / name).symlink_to(talkative / name)
     text = "".join(json.dumps(question) + "\n" for question in QUESTIONS)
     (folder / "talk.jsonl").write_text(text)
     return folder
@@ -225,10 +219,9 @@ def loaded(*flags: str) -> dict[str, Candidate]:
 
 
 def test_each_drafter_has_options_of_its_own(folder, tmp_path):
-    target = load_target(folder / "target", jnp.float32)
-    config = MoaConfig(1, 24, 1, 24, 1, 16)
-    params = jax.jit(DRAFTERS["moa"].make(config, target.config).init)(jax.random.key(1))
-    plain = save_drafter(tmp_path / "silent", "moa", config, params, target, layout="authors")
+    drafter = load_drafter(folder / "draft", target := load_target(folder / "target"))
+    given = ("moa", drafter.config, drafter.params, target)
+    plain = save_drafter(tmp_path / "silent", *given, layout="authors")
     where = ["--target", f"{folder}/target", "--draft", f"a={folder}/draft"]
     found = loaded(*where, "--draft", f"b={plain},n=2", "--draft", f"c={plain},method=moa")
     reused = {

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 from infer import generate
-from infer.cli.program import run
 from moa_jax import Session, load_target
 from moa_jax.config import Sampling
 from moa_jax.data.tokenizer import train_tokenizer
@@ -33,16 +32,9 @@ def folders(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture
-def ask(folders, capsys):
+def ask(folders, run):
     """Runs the program; gives its exit code, stdout and stderr."""
-
-    def ask(*flags: str, models: list[str] = folders) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            run(generate.main, [*models, *flags])
-        out, err = capsys.readouterr()
-        return end.value.code, out, err
-
-    return ask
+    return lambda *flags: run("infer.generate", *folders, *flags)
 
 
 def test_json_is_the_contract(ask, folders):

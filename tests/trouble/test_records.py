@@ -286,25 +286,6 @@ def test_one_bad_record_ends_no_evaluation(run, wide, tmp_path):
 
 # ---- files ----------------------------------------------------------------------------------
 
-MARK = b"\xef\xbb\xbf"
-RECORDS = [json.dumps({"messages": HELLO}).encode()] * 3
-FILES = {
-    "marks and blank lines.jsonl": b"\r\n".join(
-        [b"", *(MARK + each for each in RECORDS), MARK, b""]
-    ),
-    "array.jsonl": MARK + json.dumps([{"messages": HELLO}] * 3, indent=1).encode(),
-    "array in a line.jsonl": b"[" + b", ".join(RECORDS) + b"]\n",
-    "lines.json": b"\n".join(RECORDS),
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_is_read_whatever_wrote_it(count, tmp_path, name):
-    (tmp_path / name).write_bytes(FILES[name])
-    one, _ = count(write(tmp_path / "good.jsonl", {"messages": HELLO}))
-    tokens, told = count(tmp_path / name)
-    assert tokens == 3 * one and "left out" not in told
-
 
 @pytest.mark.parametrize("name", ["b.jsonl.partial", "b.jsonl.zst"])
 def test_a_folder_is_read_whole_or_refused(run, tmp_path, name):

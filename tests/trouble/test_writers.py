@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from infer.cli.flags.pair import DEMO
 from infer.http.address import bind
+from infer.info import ROOT
 from moa_jax.files import model_folder
-from tests.trouble.conftest import ROOT
 
 OTHERS = {
     ".git/HEAD": "ref: main",
