@@ -123,16 +123,12 @@ def test_programs_take_a_pair(toy, monkeypatch, capsys):
     generate.main(ASK)
     found = settings_of(capsys)
     assert (found["target"], found["draft"]) == wanted
-    generate.main([*ASK, "--pair", "demo"])
+    monkeypatch.delenv("MOA_PAIR")
+    generate.main(ASK)  # a pair in the cache is not the default
     assert settings_of(capsys)["target"] == "bundled"
+    monkeypatch.setenv("MOA_PAIR", "toy")
     generate.main([*ASK, "--target", str(DEMO / "target")])  # a flag beats the variable
     assert settings_of(capsys)["target"] == str(DEMO / "target")
-
-
-def test_a_pair_in_the_cache_is_not_the_default(toy, capsys):
-    load_pair("toy")
-    generate.main(ASK)
-    assert settings_of(capsys)["target"] == "bundled"
 
 
 def test_an_unknown_pair_in_the_environment(monkeypatch):

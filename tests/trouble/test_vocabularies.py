@@ -93,17 +93,6 @@ def test_a_drafter_knows_its_target_padded_and_with_a_tokenizer_written_anew(
     assert "belongs to another target: the vocabulary (ids:sha256) is 101:" in line
 
 
-def test_other_ids_are_refused_by_the_first_that_differs(run, target, tmp_path):
-    draft = shutil.copytree(target, tmp_path / "draft")
-    moved = words(VOCAB)
-    moved[40], moved[60] = moved[60], moved[40]
-    write_tokenizer(draft, moved)
-    line = run(
-        "infer.generate", "--target", target, "--draft", draft, "--prompt-ids", "5"
-    ).refusal()
-    assert "id 40" in line and "'w60'" in line and "'w40'" in line
-
-
 def test_a_drafter_of_an_earlier_version_names_the_id_where_its_target_is_beside_it(run, tmp_path):
     """The bundled drafter states the hash of a file, and that file is beside it."""
     target = shutil.copytree(DEMO / "target", tmp_path / "target")
@@ -115,11 +104,3 @@ def test_a_drafter_of_an_earlier_version_names_the_id_where_its_target_is_beside
     flags = ("--draft", DEMO / "draft", "--prompt-ids", "5", "--mode", "chain")
     line = run("infer.generate", "--target", target, *flags).refusal()
     assert f"the token of id 300 is {one!r} in its files and {other!r} in the target" in line
-
-
-def test_without_tokenizers_sizes_decide(run, pair, tmp_path):
-    draft = resized(pair / "target", tmp_path / "draft", 90)
-    line = run(
-        "infer.generate", "--target", pair / "target", "--draft", draft, "--prompt-ids", "5"
-    ).refusal()
-    assert "vocab_size is 90 in its files and 101 in the target" in line

@@ -363,19 +363,6 @@ def test_a_picture_stays_with_its_link_and_mode(run, tmp_path, monkeypatch):
     assert [path.name for path in picture.parent.iterdir()] == ["curves.png"]
 
 
-@pytest.mark.slow
-def test_a_golden_file_behind_a_link_is_written(run, pair, tmp_path):
-    golden = tmp_path / "golden.jsonl"
-    golden.write_text(old := '{"format": "moa-jax golden"}')
-    golden.chmod(0o600)
-    (tmp_path / "link").symlink_to(golden.name)
-    flags = ["--target", pair / "target", "--draft", pair / "draft", "--prompt-ids", "5 6"]
-    flags += ["--target-layer-inference", "0", "--max-new-tokens", "2"]
-    assert run("infer.check", *flags, "--write-golden", tmp_path / "link").code == 0
-    assert os.readlink(tmp_path / "link") == golden.name and golden.read_text() != old
-    assert golden.stat().st_mode & 0o777 == 0o600
-
-
 def test_dangling_links_to_files_are_refused_before_anything_is_loaded(run, pair, tmp_path):
     link = tmp_path / "link.png"
     link.symlink_to(tmp_path / "unmounted" / "file.png")
