@@ -172,14 +172,6 @@ def branches(text: str) -> list[str]:
     return sorted(opcode for opcode in every if opcode in ("while", "conditional"))
 
 
-def test_branches_are_found_wherever_they_stand():
-    choice = "conditional(%i, %w), branch_computations={%none, %fused}"
-    assert branches(module("")) == ["while"]
-    assert branches(module("", "", f"%x = {BIG} {choice}")) == ["conditional", "while"]
-    assert branches(module(f"%x = {BIG} {choice}")) == ["conditional", "while"]
-    assert branches(module(f"%x = {BIG} while(%w), condition=%none, body=%fused")) == ["while"] * 2
-
-
 # ---- the program --------------------------------------------------------------------------
 
 LLAMA = SHAPES["meta-llama/Meta-Llama-3-8B-Instruct"]

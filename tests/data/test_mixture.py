@@ -11,7 +11,6 @@ import pytest
 
 from moa_jax.config import DataConfig
 from moa_jax.data import batches
-from moa_jax.data import tokenizer as tk
 from moa_jax.data.batch import Batch
 from moa_jax.data.chat import Example
 from moa_jax.data.mixture import Mixture, deal
@@ -89,13 +88,6 @@ def test_whole_rows_and_slices():
 
 
 # ---- from a config ------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer") / "small"
-    tk.train_tokenizer(iter(["Hello there, how are you? " * 9]), 300, folder)
-    return tk.load_tokenizer(folder)
 
 
 @pytest.fixture

@@ -34,10 +34,9 @@ from moa_jax.model import convert
 from moa_jax.model.cache import KV
 from moa_jax.model.llama import unembed
 from moa_jax.pretrained import LoadedDrafter, save_drafter
-from moa_jax.training import distillation
 from moa_jax.training.fingerprint import changes, fingerprint
 from tests.compare import assert_close, assert_value
-from tests.drafters.test_moa import drafted_logits
+from tests.drafters.test_moa import PAPER, MoaPair, stages_of
 from tests.model_folders import edit_json, edit_tensors, refusal, tensors_of
 from tests.oracle import random_pair
 from tests.train.test_training import distill_config, metrics, pretrain_config
@@ -90,37 +89,10 @@ def batch_of(rows: int, seed: int = 3) -> Batch:
     return Batch(tokens_BT, np.ones((rows, T), np.int32), position_BT, position_BT >= PROMPT)
 
 
-class AblatedPair:
-    """A pair's stages; each compiles once for a size of batch."""
-
-    def __init__(self, target, drafter: LoadedDrafter) -> None:
-        cfg = drafter.config
-        self.moa = Moa(cfg, target.config, block_configs(cfg, target.config))
-        self.params, self.target = drafter.params, target
-        self.shared = self.moa.shared_params(target.params)
-        self._tap = jax.jit(
-            partial(distillation.tap, target.config, make(cfg, target.config), dtype=jnp.float32)
-        )
-        self._trained = jax.jit(self._traced, static_argnames="bounded")
-
-    def tap(self, batch: Batch):
-        return self._tap(self.target.params, batch)
-
-    def cached(self, batch: Batch, length_B, count: int):
-        """Logits (B, count, V) of a chain behind `length_B` verified tokens, by its caches."""
-        given = (self.moa, self.params, self.shared, batch.tokens_BT, self.tap(batch))
-        return drafted_logits(*given, np.asarray(length_B), count)
-
-    def trained(self, batch: Batch, bounded: bool = True):
-        """Logits (B, T, V) of the training forward where prompts are known."""
-        return self._trained(batch, self.tap(batch), bounded=bounded)
-
-    def _traced(self, batch: Batch, tapped, bounded: bool):
-        draws = train.Draws(~batch.response_BT, jnp.zeros(len(batch.tokens_BT), bool))
-        objective = Objective() if bounded else UNBOUNDED
-        given = (self.params, self.shared, batch, tapped, draws)
-        found = train.trace(self.moa, objective, *given)
-        return unembed(self.shared, found.feature_BTD)
+def trained(pair: MoaPair, batch: Batch, objective: Objective = PAPER):
+    """Logits (B, T, V) of the training forward where prompts are known."""
+    draws = train.Draws(~batch.response_BT, jnp.zeros(len(batch.tokens_BT), bool))
+    return pair.trace(batch, draws, objective)[1]
 
 
 # ---- drafting -----------------------------------------------------------------------------
@@ -130,8 +102,8 @@ class AblatedPair:
 def test_cached_drafting_equals_training(name, num_reused, whole):
     target, drafter = whole
     drafter = without(drafter, **ABLATIONS[name], target_layer_inference=num_reused)
-    pair, batch = AblatedPair(target, drafter), batch_of(1)
-    trained_TV = pair.trained(batch)[0]
+    pair, batch = stages_of(target, drafter), batch_of(1)
+    trained_TV = trained(pair, batch)[0]
     drafted_JV = pair.cached(batch, [PROMPT], T - PROMPT)[0]
     assert_close(drafted_JV, trained_TV[PROMPT:], name)
 
@@ -175,14 +147,14 @@ ROOTS = np.arange(PROMPT, T)
 def reusing(whole):
     """The whole drafter, reusing one layer."""
     target, drafter = whole
-    return AblatedPair(target, without(drafter, target_layer_inference=1))
+    return stages_of(target, without(drafter, target_layer_inference=1))
 
 
 @pytest.mark.parametrize("num_reused", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_every_token_is_the_first_of_a_round(num_reused, whole, reusing):
     """What standard training gives at a token is what decoding gives at a root there."""
-    pair, batch = reusing if num_reused else AblatedPair(*whole), batch_of(len(ROOTS))
-    free_BTV, bound_BTV = (pair.trained(batch, bounded) for bounded in (False, True))
+    pair, batch = reusing if num_reused else stages_of(*whole), batch_of(len(ROOTS))
+    free_BTV, bound_BTV = (trained(pair, batch, each) for each in (UNBOUNDED, PAPER))
     drafted_BV = pair.cached(batch, ROOTS, 1)[:, 0]
     assert_close(free_BTV[0, ROOTS], drafted_BV, "roots")
     assert_close(bound_BTV[0, PROMPT], drafted_BV[0], "the first of the bounded ones is a root")
@@ -200,8 +172,8 @@ def test_the_flag_chooses_the_rule(reusing):
         assert draws.known_BT[:, :PROMPT].all()
     tapped = pair.tap(batch)
     loss = jax.jit(train.make_loss(pair.moa, UNBOUNDED))
-    _, parts = loss(pair.params, pair.shared, batch, tapped, key, progress)
-    expected = cross_entropy(pair.shared, tapped, pair.trained(batch, bounded=False), batch)
+    _, parts = loss(pair.drafter.params, pair.shared, batch, tapped, key, progress)
+    expected = cross_entropy(pair.shared, tapped, trained(pair, batch, UNBOUNDED), batch)
     assert_value(parts["cross_entropy"], expected, "cross-entropy")
 
 
@@ -209,12 +181,12 @@ def test_the_flag_chooses_the_rule(reusing):
 @pytest.mark.parametrize("num_reused", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_first_tokens_are_trained_beside_the_others(num_reused, whole, reusing):
     """The loss of two passes over one memory is the mean of theirs, and so is its gradient."""
-    pair, batch = reusing if num_reused else AblatedPair(*whole), batch_of(3)
+    pair, batch = reusing if num_reused else stages_of(*whole), batch_of(3)
     rest = (pair.shared, batch, pair.tap(batch), jax.random.key(1), jnp.float32(0.4))
 
     def gradient(**masks: bool):
         loss = train.make_loss(pair.moa, Objective(MaskConfig(**masks)))
-        return jax.jit(jax.grad(loss, has_aux=True))(pair.params, *rest)
+        return jax.jit(jax.grad(loss, has_aux=True))(pair.drafter.params, *rest)
 
     both, bound, free = gradient(first_tokens=True), gradient(), gradient(bounded=False)
     mean = jax.tree.map(lambda a, b: (a + b) / 2, bound, free)

@@ -14,12 +14,11 @@ import torch
 from moa_jax import load_drafter, load_target
 from moa_jax.config import MaskConfig, MoaConfig, Objective, OptimConfig
 from moa_jax.data.batch import Batch
-from moa_jax.drafters import DRAFTERS
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
 from moa_jax.drafters.tree import Nodes
 from moa_jax.errors import InputError
 from moa_jax.files.hf_config import target_config_from_hf
-from moa_jax.model import convert, masks
+from moa_jax.model import masks
 from moa_jax.model.llama import unembed
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.training.distillation import tap
@@ -27,7 +26,7 @@ from moa_jax.training.optim import optimizer, schedule
 from moa_jax.training.update import init_state, make_update
 from tests.compare import assert_close, assert_norm_close, assert_value
 from tests.conftest import arrays_of, golden_cases
-from tests.drafting import batch_of
+from tests.drafting import batch_of, stored
 from tests.oracle import learn, random_pair
 from tests.oracle import moa as oracle
 from tests.oracle.recorded import Case
@@ -63,16 +62,16 @@ class MoaPair:
 
     @functools.cached_property
     def trace(self):
-        """(batch, draws) -> the training forward and its losses."""
+        """(batch, draws, objective) -> the training forward, its logits and its losses."""
 
-        def trace(batch: Batch, draws: train.Draws):
+        def trace(batch: Batch, draws: train.Draws, objective: Objective = PAPER):
             tapped = self.tap(batch)
             given = (self.drafter.params, self.shared, batch, tapped, draws)
-            found = train.trace(self.moa, PAPER, *given)
-            parts = train.loss_of([found], self.shared, batch, tapped, PAPER, jnp.float32(0))[1]
+            found = train.trace(self.moa, objective, *given)
+            parts = train.loss_of([found], self.shared, batch, tapped, objective, jnp.float32(0))[1]
             return found, unembed(self.shared, found.feature_BTD), parts
 
-        return jax.jit(trace)
+        return jax.jit(trace, static_argnames="objective")
 
     @functools.cached_property
     def gradient(self):
@@ -84,14 +83,10 @@ class MoaPair:
 
         return jax.jit(gradient)
 
-    def tensors(self, params) -> dict[str, np.ndarray]:
-        """Parameters (or gradients) under the authors' names and in their layout."""
-        table = DRAFTERS["moa"].table(self.drafter.config, self.target.config)
-        return dict(
-            named
-            for path, packing in table.items()
-            for named in convert.unpack(packing, np.asarray(convert.leaf_at(params, path)))
-        )
+    def cached(self, batch: Batch, start_B, count: int):
+        """Logits (B, count, V) of a chain behind `start_B` verified tokens, by its caches."""
+        given = (self.moa, self.drafter.params, self.shared, batch.tokens_BT, self.tap(batch))
+        return drafted_logits(*given, np.asarray(start_B), count)
 
     def loss(self, draws: train.Draws):
         """The training loss with given draws, in the form that training takes."""
@@ -107,9 +102,13 @@ class MoaPair:
 def open_pair(folder: Path, num_reused: int) -> MoaPair:
     loaded = load_target(folder / "target", jnp.float32)
     drafter = load_drafter(folder / "draft", loaded, target_layer_inference=num_reused)
+    return stages_of(loaded, drafter)
+
+
+def stages_of(target: Target, drafter: LoadedDrafter) -> MoaPair:
     cfg = drafter.config
-    stages = Moa(cfg, loaded.config, block_configs(cfg, loaded.config))
-    return MoaPair(loaded, drafter, stages, stages.shared_params(loaded.params))
+    stages = Moa(cfg, target.config, block_configs(cfg, target.config))
+    return MoaPair(target, drafter, stages, stages.shared_params(target.params))
 
 
 @functools.cache
@@ -157,7 +156,7 @@ def test_draft_gradients(folder):
     recorded_grads = case.arrays("grads.npz")
     for variant in sorted({name.split("/")[0] for name in recorded_grads}):
         gradient, _ = pair.gradient(batch, draws_of(case.sample(variant)))
-        for name, ours in pair.tensors(gradient).items():
+        for name, ours in stored(pair.target, pair.drafter, gradient).items():
             assert_norm_close(ours, recorded_grads[f"{variant}/{name}"].numpy(), name)
 
 
@@ -182,7 +181,7 @@ def test_draft_optimiser_steps(folder):
         for ours, theirs in (("loss", "loss"), ("cross_entropy", "forward_KL")):
             assert_value(found[ours], steps[theirs][index], f"step {index} {ours}")
         assert_value(found["grad_norm"], steps["grad_norm"][index], "gradient norm", 1e-4)
-    final = pair.tensors(state.params)
+    final = stored(pair.target, pair.drafter, state.params)
     for name in (key.removeprefix("final/") for key in steps if key.startswith("final/")):
         assert_norm_close(final[name], steps[f"final/{name}"], name)
 
@@ -200,8 +199,7 @@ def assert_cached_equals(pair: MoaPair, batch: Batch, expected_BTV, response_BT)
     start_B = np.asarray(response_BT).argmax(axis=1)
     answers = zip(response_BT, start_B, strict=True)
     count_B = [int(np.argmin(np.append(row[start:], 0))) for row, start in answers]
-    given = (pair.moa, pair.drafter.params, pair.shared, batch.tokens_BT, pair.tap(batch))
-    logits_BWV = drafted_logits(*given, start_B, max(count_B))
+    logits_BWV = pair.cached(batch, start_B, max(count_B))
     for b, (start, count) in enumerate(zip(start_B, count_B, strict=True)):
         assert_close(logits_BWV[b, :count], expected_BTV[b, start : start + count], f"row {b}")
 
@@ -267,7 +265,7 @@ def test_random_draft_equals_oracle(family, num_reused, tmp_path):
         assert_close(ours[real_BT], expected.detach().numpy()[real_BT], name)
     gradient, parts = pair.gradient(batch, draws)
     assert_value(parts["loss"], losses.loss, "loss")
-    for name, ours in pair.tensors(gradient).items():
+    for name, ours in stored(pair.target, pair.drafter, gradient).items():
         assert_norm_close(ours, gradients[name].numpy(), name)
 
 

@@ -90,11 +90,15 @@ def test_kernels_equal_the_einsum(case, kernel):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of programs for CPUs")
-@pytest.mark.parametrize("longest, read", [(150, 150), (151, 300), (300, 300), (301, 600)])
 @pytest.mark.parametrize(
-    "T, X, first, dtype",
-    [(1, 1, 0, "float32"), (3, 3, 1, "float32"), (2, 5, 0, "bfloat16"), (2, 0, 0, "float32")],
-    ids=["plain", "tree", "level", "memory"],
+    "longest, read, T, X, first, dtype",
+    [
+        (150, 150, 1, 1, 0, "float32"),
+        (151, 300, 3, 3, 1, "float32"),
+        (300, 300, 2, 0, 0, "float32"),
+        (301, 600, 2, 5, 0, "bfloat16"),
+    ],
+    ids=["plain", "tree", "memory", "level"],
 )
 def test_a_cpu_reads_of_long_caches_what_texts_have_come_to(T, X, first, dtype, longest, read):
     """Rows that nobody has come to may hold anything; the rest is what all at once would be."""
