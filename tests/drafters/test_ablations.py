@@ -1,4 +1,4 @@
-"""MoA with parts left out, and trained without the T-step bound: each one flag away."""
+"""MoA with parts left out, and trained without the T-step bound; the grid of both."""
 
 # ruff: noqa: F811 (an imported fixture is an argument too)
 

@@ -1,4 +1,4 @@
-"""EAGLE-1, 2 and 3: the authors' recorded numbers, a torch oracle, official files, decoding."""
+"""EAGLE-1, 2 and 3: the authors' recorded numbers, a torch oracle, official files."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The GLIDE drafter against the authors' recorded numbers, as files, and in decoding."""
+"""The GLIDE drafter against the authors' recorded numbers, as files, in packed rows."""
 
 import dataclasses
 
@@ -148,6 +148,3 @@ def test_it_is_for_its_target_alone(calm_target, tmp_path):  # noqa: F811
     assert "hidden_size is 60 in its files and 64" in refusal(
         load_drafter, tmp_path / "draft", wide
     )
-
-
-# ---- training -----------------------------------------------------------------------------

@@ -154,6 +154,3 @@ def test_a_draft_vocabulary_or_layout_that_does_not_fit_is_refused(calm_target, 
             save_drafter, tmp_path / "new", method, config, {}, calm_target, layout=layout
         )
         assert said.startswith(f"layout {layout} has no models")
-
-
-# ---- training -----------------------------------------------------------------------------

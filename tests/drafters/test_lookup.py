@@ -1,4 +1,4 @@
-"""Prompt lookup: what it drafts, and that it changes no text."""
+"""Prompt lookup: what it drafts, and what it has no use for."""
 
 import jax
 import jax.numpy as jnp

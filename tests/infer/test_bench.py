@@ -1,4 +1,4 @@
-"""What infer.bench says: statistics and bytes by hand, simulated drafts, its JSON, its refusals."""
+"""What infer.bench says: statistics and bytes by hand, simulated drafts, its JSON."""
 
 import functools
 import json

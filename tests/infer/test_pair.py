@@ -1,4 +1,4 @@
-"""The flags of a pair: vLLM's JSON, and how deep a draft may be."""
+"""The flags of a pair: vLLM's JSON, prompt lookup, shapes of drafts, cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vocabularies: the same ids in other files, embeddings of other sizes, tokens at other ids."""
+"""Vocabularies: the same ids in other files, and embeddings of other sizes."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Names and shapes: our arrays hold the stored tensors, and configs mean the same both ways."""
+"""Configs mean the same here and in transformers, both ways."""
 
 from __future__ import annotations
 
@@ -43,12 +43,6 @@ def config_of(name, **changes):
     block = dataclasses.replace(BLOCK, **FLAGS[name])
     fields = dict(vocab_size=50, num_layers=3, tie_word_embeddings=False)
     return TargetConfig(family, block=block, max_position_embeddings=99, **fields | changes)
-
-
-# ---- arrays -------------------------------------------------------------------------------
-
-
-# ---- configs ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FLAGS)
