@@ -15,9 +15,8 @@ from infer.bench.plan import decoding
 from moa_jax.data.tokenizer import train_tokenizer
 from tests.model_folders import edit_json, save_random_pair
 
-PAIR = "--target {p}/target --draft {p}/draft"
+PAIR = "--target TMP/target --draft TMP/draft"
 ASK = f"{PAIR} --prompt-ids 5"
-SPECULATE = "--target {p}/target --prompt-ids 5 --speculative-config"
 PLAN = "--shape meta-llama/Meta-Llama-3-8B-Instruct"
 CHAIN, PAPER = "--mode chain --drafter", "configs/moa_llama3_8b.py"
 DEMO = "--shape moa_jax/demo/target"
@@ -26,6 +25,13 @@ MESH = "mesh tensor=64,data=1 needs 64 devices"
 WHOLE = "is not a whole number of at least 1"
 CHATS, MESH_64 = "tests/data/conversations.jsonl", "--mesh tensor=64"
 RUN = "--config configs/tiny.py"
+
+
+def speculate(more: str = "", **config: object) -> str:
+    """Flags with vLLM's JSON, and more of them."""
+    quoted = shlex.quote(json.dumps(config))
+    return f"--target TMP/target --prompt-ids 5 --speculative-config {quoted} {more}"
+
 
 # Of each program: flags and a part of the line. A dependency that a line calls missing is hidden.
 BAD: dict[str, list[tuple[str, str]]] = {
@@ -52,7 +58,7 @@ BAD: dict[str, list[tuple[str, str]]] = {
         (f"{ASK} --mode tree --total-tokens 0", "'0' is not a whole"),
         (f"{ASK} --breadth 3", "use it with --mode tree"),
         (f"{ASK} --mode tree --paths x --depth 3", "leave out --depth"),
-        (f"{ASK} --mode tree --paths {{p}}/odd.json", "is no JSON list of paths"),
+        (f"{ASK} --mode tree --paths TMP/odd.json", "is no JSON list of paths"),
         (f"{ASK} --draft-vocabulary nowhere", "nowhere"),
         (f"{ASK} --json --compare", "leave out --json"),
         (f"{ASK} --speculate", "unrecognized arguments: --speculate"),
@@ -68,32 +74,24 @@ BAD: dict[str, list[tuple[str, str]]] = {
         (f"{ASK} --check --sampled-drafts --temperature 1", "leave out"),
         (f"{ASK} --mesh tensor=64", MESH),
         *((f"{ASK} --seed {seed}", "seed") for seed in ("-2", 2**32, 2**64, "1.5", "x", "True")),
-        (f"{SPECULATE} {{{{", "not JSON"),
-        (f"{SPECULATE} '{{{{\"draft_k\": 3}}}}'", "draft_k has no meaning"),
-        (f"{SPECULATE} '{{{{\"method\": 3}}}}'", "method is 3; give text"),
-        (f"{SPECULATE} '{{{{\"model\": null}}}}'", "model is None; give text"),
-        *(
-            (
-                f"{SPECULATE} '{{{{\"num_speculative_tokens\": {value}}}}}'",
-                f"is {shown}; give a whole",
-            )
-            for value, shown in (('"4"', "'4'"), ("true", "True"), ("2.0", "2.0"), ("0", "0"))
+        ("--target TMP/target --speculative-config {", "not JSON"),
+        (speculate(draft_k=3), "draft_k has no meaning"),
+        (speculate(method=3), "method is 3; give text"),
+        (speculate(model=None), "model is None; give text"),
+        (speculate(num_speculative_tokens="4"), "is '4'; give a whole"),
+        (speculate(num_speculative_tokens=True), "is True; give a whole"),
+        (speculate(num_speculative_tokens=2.0), "is 2.0; give a whole"),
+        (speculate(num_speculative_tokens=0), "is 0; give a whole"),
+        (speculate("--depth 5", num_speculative_tokens=3), "leave out --depth"),
+        (
+            speculate("--num-speculative-tokens 5", num_speculative_tokens=3),
+            "states num_speculative_tokens; leave out --num-speculative-tokens",
         ),
-        *(
-            (
-                f"{SPECULATE} '{{{{\"{name}\": {value}}}}}' {flag} 5",
-                f"states {name}; leave out {flag}",
-            )
-            for name, value, flag in (
-                ("num_speculative_tokens", 3, "--depth"),
-                ("num_speculative_tokens", 3, "--num-speculative-tokens"),
-                ("method", '"moa"', "--method"),
-                ("model", '"folder"', "--draft"),
-            )
-        ),
-        ("--target {p}/target --method moa", "--method moa describes a drafter; name it with"),
+        (speculate("--method moa", method="moa"), "states method; leave out --method"),
+        (speculate("--draft x", model="folder"), "states model; leave out --draft"),
+        ("--target TMP/target --method moa", "--method moa describes a drafter; name it with"),
         ("--draft lookup --mode tree --prompt-ids 5", "drafts chains, no trees; use --mode chain"),
-        ("--pair demo --target {p}/target", "leave one of them out"),
+        ("--pair demo --target TMP/target", "leave one of them out"),
     ],
     "infer.bench": [
         ("--modes plain,trees", "choose from plain, chain, tree"),
@@ -147,7 +145,7 @@ BAD: dict[str, list[tuple[str, str]]] = {
         ("--reference transformers", "torch is missing"),
     ],
     "infer.evaluate": [
-        (f"{PAIR} --draft a={{p}}/draft --draft a={{p}}/draft", "two drafters are named a-chain"),
+        (f"{PAIR} --draft a=TMP/draft --draft a=TMP/draft", "two drafters are named a-chain"),
         (f"{PAIR} --draft a/b=c", "--draft a/b=c; write NAME=DIR"),
         (f"{PAIR} --draft a=b,k=2", "a=b,k=2: k is no option; choose from method, n"),
         (f"{PAIR} --draft a=b,n=x", "n=x is no number of layers"),
@@ -163,12 +161,12 @@ BAD: dict[str, list[tuple[str, str]]] = {
     ],
     "infer.convert": [
         (
-            "--target {p}/target --output {p}/new --to ours",
+            "--target TMP/target --output TMP/new --to ours",
             "--to describes a drafter; name it with",
         ),
-        ("--target {p}/target --output {p}/new --method moa", "--method describes a drafter"),
+        ("--target TMP/target --output TMP/new --method moa", "--method describes a drafter"),
         (
-            "--target {p}/target --output {p}/new --target-layer-inference 0",
+            "--target TMP/target --output TMP/new --target-layer-inference 0",
             "--target-layer-inference describes a drafter; name it with --draft",
         ),
     ],
@@ -208,7 +206,7 @@ BAD: dict[str, list[tuple[str, str]]] = {
             for seed in ("-2", 2**32, 2**64, "1.5", "x", "True")
         ),
         (
-            f"--prompts {CHATS} --output {{p}}/new --target {{p}}/target --max-prompt 20 {MESH_64}",
+            f"--prompts {CHATS} --output TMP/new --target TMP/target --max-prompt 20 {MESH_64}",
             MESH,
         ),
     ],
@@ -218,15 +216,15 @@ CASES = [(program, *case) for program, cases in BAD.items() for case in cases]
 
 # The ten commonest errors have a form: PROGRAM: what failed: value; do this.
 COMMONEST = [
-    ("infer.generate", "--target {p}/none --prompt-ids 5", "none"),
-    ("infer.generate", "--target {p}/target --draft {p}/none --prompt-ids 5", "none"),
-    ("infer.generate", "--target {p}/target --prompt-ids 5,x", "5,x"),
-    ("infer.generate", "--target {p}/target --prompt-ids 5,99999", "99999"),
-    ("infer.generate", "--target {p}/target --prompt-ids {long}", "positions"),
-    ("infer.generate", "--target {p}/target --prompts {p}/none.jsonl", "none"),
-    ("infer.generate", "--target {p}/silent --prompt Hello", "tokenizer.json"),
-    ("infer.generate", "--target {p}/target --draft {p}/wide --prompt-ids 5", "hidden"),
-    ("train.distill", "--config {p}/none.py", "none.py"),
+    ("infer.generate", "--target TMP/none --prompt-ids 5", "none"),
+    ("infer.generate", "--target TMP/target --draft TMP/none --prompt-ids 5", "none"),
+    ("infer.generate", "--target TMP/target --prompt-ids 5,x", "5,x"),
+    ("infer.generate", "--target TMP/target --prompt-ids 5,99999", "99999"),
+    ("infer.generate", "--target TMP/target --prompt-ids LONG", "positions"),
+    ("infer.generate", "--target TMP/target --prompts TMP/none.jsonl", "none"),
+    ("infer.generate", "--target TMP/silent --prompt Hello", "tokenizer.json"),
+    ("infer.generate", "--target TMP/target --draft TMP/wide --prompt-ids 5", "hidden"),
+    ("train.distill", "--config TMP/none.py", "none.py"),
     ("train.distill", f"{RUN} --run.sed 3", "run.sed"),
 ]
 
@@ -248,7 +246,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 def flags_of(line: str, folder: Path) -> list[str]:
-    return shlex.split(line.format(p=folder, long=",".join(["5"] * 257)))
+    long = ",".join(["5"] * 257)
+    return shlex.split(line.replace("TMP", str(folder)).replace("LONG", long))
 
 
 @pytest.mark.parametrize("program, flags, line", CASES)
