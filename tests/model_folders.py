@@ -11,8 +11,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from moa_jax.config import Eagle3Config, EagleConfig
+from moa_jax.drafters import DRAFTERS
 from moa_jax.errors import InputError
+from moa_jax.model import convert
+from moa_jax.pretrained import describe_target
 from tests.oracle import random_pair
+
+ONE_LAYER = {
+    "eagle": EagleConfig(num_key_value_heads=2, intermediate_size=32),
+    "eagle3": Eagle3Config(
+        num_key_value_heads=2, intermediate_size=32, draft_ids=tuple(range(3, 43))
+    ),
+}
 
 
 def save_random_pair(
@@ -23,6 +34,19 @@ def save_random_pair(
     sizes = random_pair.draft_sizes(config, num_reused)
     draft = random_pair.random_drafter(config, sizes, seed)
     random_pair.save_pair(folder / "target", folder / "draft", model, draft)
+
+
+def save_random_drafter(folder: Path, method: str, target: Path, /, **changes: Any) -> Path:
+    """A drafter of one layer in its official layout; `changes` are keys of its config.json."""
+    kind, cfg, target_cfg = DRAFTERS[method], ONE_LAYER[method], describe_target(target).config
+    draw = np.random.default_rng(0)
+    shapes = convert.stored_shapes(kind.table(cfg, target_cfg))
+    tensors = {k: 0.1 * draw.standard_normal(v, np.float32) for k, v in shapes.items()}
+    folder.mkdir()
+    save_file(tensors | kind.constants(cfg, target_cfg), folder / "model.safetensors")
+    config = kind.write_config(cfg, target_cfg, "authors") | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:

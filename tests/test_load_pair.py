@@ -92,19 +92,6 @@ def test_what_cannot_be_fetched_is_one_line(toy, monkeypatch, fault, line):
     assert [path.name for path in pairs.folder_of("toy").parent.iterdir()] == ["toy.lock"]
 
 
-@pytest.mark.parametrize(
-    ("log", "line"),
-    [
-        ("/usr/bin/python: No module named pip", "has no pip"),
-        ("ERROR: Could not install: [Errno 28] No space left on device: 'x'", "no space left"),
-        ("WARNING: retrying\nERROR: No matching distribution found", "No matching distribution"),
-        ("", "check the network"),
-    ],
-)
-def test_what_pip_says(log, line):
-    assert line in pairs._reason(log)
-
-
 def test_an_unknown_pair(index):
     assert "use one of demo, smollm2" in refusal(load_pair, "other")
 
@@ -136,21 +123,12 @@ def test_programs_take_a_pair(toy, monkeypatch, capsys):
     generate.main(ASK)
     found = settings_of(capsys)
     assert (found["target"], found["draft"]) == wanted
-    generate.main([*ASK, "--pair", "demo"])
+    monkeypatch.delenv("MOA_PAIR")
+    generate.main(ASK)  # a pair in the cache is not the default
     assert settings_of(capsys)["target"] == "bundled"
+    monkeypatch.setenv("MOA_PAIR", "toy")
     generate.main([*ASK, "--target", str(DEMO / "target")])  # a flag beats the variable
     assert settings_of(capsys)["target"] == str(DEMO / "target")
-
-
-def test_a_pair_in_the_cache_is_not_the_default(toy, capsys):
-    load_pair("toy")
-    generate.main(ASK)
-    assert settings_of(capsys)["target"] == "bundled"
-
-
-def test_a_pair_beside_a_target(toy):
-    flags = ["--pair", "toy", "--target", str(DEMO / "target")]
-    assert "leave one of them out" in refusal(generate.main, flags)
 
 
 def test_an_unknown_pair_in_the_environment(monkeypatch):

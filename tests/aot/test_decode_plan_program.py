@@ -13,10 +13,9 @@ from jax.sharding import AbstractMesh
 
 from configs.shapes import SHAPES
 from infer import plan
-from infer.bench.plan import decoding, machines
+from infer.bench.plan import decoding
 from infer.bench.plan.machines import machine
 from moa_jax.config import DraftShape, TargetConfig
-from moa_jax.errors import InputError
 from moa_jax.model import convert, sharding
 from tests.aot.compiling import in_child, needs, run_plan
 from tests.aot.test_decode_plan import MODEL, PAPER, request_for
@@ -98,15 +97,6 @@ def test_json_is_all_of_stdout(planned, capsys):
     assert {"phase", "launches", "bytes", "ms"} <= set(found["phases"][0])
 
 
-def test_moves_are_told_by_phase(planned, capsys):
-    move = {"name": "x", "opcode": "copy", "bytes": 3_000_000, "phase": "draft", "times": 1}
-    planned[1]["moves"] = [move | {"label": ""}, move | {"label": ""}]
-    plan.main(COMMAND)
-    out = capsys.readouterr().out
-    each = "copy of 3 MB in draft"
-    assert f"moves of 2 MiB or more within a round: {each}, {each}" in out
-
-
 def test_defaults_are_those_of_every_program(planned):
     for mode in ("plain", "chain", "tree"):
         plan.main([*COMMAND, "--drafter", PAPER, "--mode", mode, "--cache-rows", "2000"])
@@ -138,66 +128,6 @@ def test_a_folder_names_its_own_pair(planned):
 
 
 DEMO = ["--shape", "moa_jax/demo/target"]
-WIDE = "--mode tree --drafter moa_jax/demo/draft --breadth 3000 --cache-rows 65536".split()
-
-
-@pytest.mark.parametrize(
-    "command, fault",
-    [
-        (["--shape", "no/such/folder"], "no/such/folder"),
-        ([*COMMAND, "--topology", "h100:1"], "h100:1"),
-        ([*COMMAND, "--topology", "h200:8"], "has 8 chips, and decoding uses 1; name"),
-        ([*COMMAND, "--topology", "v5e:4x4"], "name a machine of 1, or add --mesh tensor=16"),
-        ([*COMMAND, "--mode", "tree"], "name the drafter with --drafter"),
-        ([*COMMAND, "--mode", "chain", "--drafter", "configs/none.py"], "no such config file"),
-        ([*COMMAND, "--mode", "chain", "--drafter", "moa_jax/demo/draft"], "belongs to another"),
-        ([*DEMO, "--mode", "chain", "--drafter", PAPER], "vocab_size is 128256"),
-        (["--shape", "Llama-3-8B"], "no known shape: .*Meta-Llama-3-8B-Instruct"),
-        ([*COMMAND, "--weights", "fp8", "--topology", "v5e:1x1"], "v5e:1x1 does not multiply it"),
-        ([*COMMAND, "--rows-used", "2049"], "--rows-used 2049 is more than the 2048 rows"),
-        (
-            [
-                *COMMAND,
-                "--mode",
-                "tree",
-                "--drafter",
-                PAPER,
-                "--cache-rows",
-                "8",
-                "--total-tokens",
-                "200",
-            ],
-            "a cache of 128 rows is too small",
-        ),
-        ([*COMMAND, "--mode", "tree", "--drafter", PAPER, "--depth", "65"], "at most 64"),
-        ([*COMMAND, "--mode", "chain", "--drafter", PAPER, "--breadth", "2"], "describes a tree"),
-        ([*COMMAND, "--drafter", PAPER], "a draft without --mode, which is plain; add"),
-        ([*COMMAND, "--tau", "10"], "a round of 1 levels commits at most 1 tokens; lower it"),
-        (
-            [
-                *DEMO,
-                *WIDE,
-            ],
-            "more than the 2048 tokens that can be drafted",
-        ),
-        (
-            [*COMMAND, "--mode", "chain", "--drafter", PAPER, "--target-layer-inference", "3"],
-            "--target-layer-inference: .* sets it; leave the flag out",
-        ),
-        ([], "no --shape; name the target to plan for"),
-        ([*COMMAND, "--total-tokens", "9"], "a draft without --mode"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused_in_a_line(planned, command, fault):
-    with pytest.raises(InputError, match=fault) as refusal:
-        plan.main(command)
-    assert len(str(refusal.value).splitlines()) == 1 and not planned[0]
-
-
-def test_without_the_extra_one_line_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(machines, "has_compiler", lambda compiler: False)
-    with pytest.raises(InputError, match="make env PLAN=1"):
-        plan.main(COMMAND)
 
 
 # ---- real compilers -----------------------------------------------------------------------

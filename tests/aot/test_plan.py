@@ -248,60 +248,27 @@ def test_collectives_of_a_tpu_program():
     }
 
 
-# A loop whose counter is the second element of its state.
-COUNTING = """HloModule jit_f
-
-%body (p: (f32[10], s32[])) -> (f32[10], s32[]) {{
-  %p = (f32[10]{{0}}, s32[]) parameter(0)
-  %x = f32[10]{{0}} get-tuple-element(%p), index=0
-  %y = f32[10]{{0}} all-reduce(%x), channel_id=1, to_apply=%add
-  %i = s32[] get-tuple-element(%p), index=1
-  %stride = s32[] constant({stride})
-  %next = s32[] {change}(%i, %stride)
-  ROOT %r = (f32[10]{{0}}, s32[]) tuple(%y, %next)
-}}
-
-%cond (p.1: (f32[10], s32[])) -> pred[] {{
-  %p.1 = (f32[10]{{0}}, s32[]) parameter(0)
-  %i.1 = s32[] get-tuple-element(%p.1), index=1
-  %n = s32[] constant({limit})
-  ROOT %c.1 = pred[] {test}
-}}
-
-ENTRY %main (a: f32[10], b: s32[]) -> f32[10] {{
-  %a = f32[10]{{0}} parameter(0)
-  %b = s32[] parameter(1)
-  %first = s32[] constant({start})
-  %copied = s32[] copy(%first)
-  %s = (f32[10]{{0}}, s32[]) tuple(%a, %{begin})
-  %w = (f32[10]{{0}}, s32[]) while(%s), condition=%cond, body=%body
-  ROOT %o = f32[10]{{0}} get-tuple-element(%w), index=0
-}}
-"""
-COMPARED = "compare(%i.1, %n), direction=LT"
+FIRST, NEXT = "%none = u32[]{:T(128)} constant(0)", "%next = u32[]{:T(128)} add("
+ENDS, LESS = "%ten = u32[]{:T(128)} constant(10)", "compare(%i.1, %ten), direction=LT"
 
 
-def turns(start: int, stride: int, limit: int, **changes: str) -> int | None:
-    """How often the loop runs, None where the program does not show it."""
-    parts = {"change": "add", "begin": "copied", "test": COMPARED} | changes
-    text = COUNTING.format(start=start, stride=stride, limit=limit, **parts)
-    program = hlo.parse(text)
-    found = hlo.trip_count(program, program[hlo.ENTRY], program[hlo.ENTRY]["w"])
-    assert totals(text)["all-reduce"][0] == (found or 1)
-    return found
-
-
-def test_loops_count_as_they_run():
-    """A counter goes from a constant to below another: all that libtpu writes."""
-    for start, stride, limit in [(0, 1, 8), (0, 2, 8), (0, 3, 8), (5, 1, 8), (-3, 2, 8)]:
-        assert turns(start, stride, limit) == len(range(start, limit, stride))
-
-
-def test_loops_that_do_not_count_are_of_unknown_length():
-    assert turns(0, 1, 8, begin="b") is None  # starts at an argument
-    assert turns(0, 2, 8, change="multiply") is None
-    assert turns(0, 1, 8, test="custom-call(%i.1)") is None
-    assert turns(0, 1, 8, test=COMPARED.replace("LT", "GT")) is None
+@pytest.mark.parametrize(
+    "old, new, turns",
+    [
+        (ENDS, ENDS.replace("10", "9"), 5),
+        (ENDS, ENDS.replace("10", "8"), 4),
+        (FIRST, FIRST.replace("0)", "5)"), 3),
+        (FIRST, FIRST.replace("0)", "-3)"), 7),
+        (FIRST, FIRST.replace("constant(0)", "parameter(1)"), 1),
+        (NEXT, NEXT.replace("add", "multiply"), 1),
+        (LESS, LESS.replace("LT", "GT"), 1),
+        (LESS, "custom-call(%i.1)", 1),
+    ],
+)
+def test_loops_count_as_they_run(old, new, turns):
+    """A counter goes from a constant to below another; other loops count once."""
+    assert TPU.count(old) == 1
+    assert totals(TPU.replace(old, new))["collective-permute"][0] == 32 * turns
 
 
 # ---- machines -----------------------------------------------------------------------------

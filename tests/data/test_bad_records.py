@@ -10,7 +10,6 @@ import pytest
 
 from moa_jax.config import DataConfig
 from moa_jax.data import batches
-from moa_jax.data import tokenizer as tk
 from moa_jax.errors import InputError
 
 QUESTION, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}
@@ -38,13 +37,6 @@ BAD: list[tuple[object, str]] = [
     (b'{"text": "\\ud800"}', "not text in UTF-8"),
     (b"[]", "not a JSON object"),
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer") / "small"
-    tk.train_tokenizer(iter(["Hello there, how are you? " * 9]), 300, folder)
-    return tk.load_tokenizer(folder)
 
 
 def write(path: Path, lines: list[object]) -> DataConfig:

@@ -47,9 +47,12 @@ def segments(rows) -> list[chat.Example]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_packed_rows_hold_every_example_whole(seed):
+@pytest.mark.parametrize("longest_first", [False, True])
+def test_packed_rows_hold_every_example_whole(seed, longest_first):
     given = examples(seed)
-    rows = batches.pack(given, 64, PAD)
+    rows = batches.pack(given, 64, PAD, longest_first)
+    longest = max(given, key=lambda example: len(example.tokens_T))
+    assert (rows.tokens_BT[0, 0] == longest.tokens_T[0]) == longest_first
     np.testing.assert_equal(segments(rows), given)
     fill = (rows.segment_BT > 0).mean()
     assert rows.tokens_BT.shape[1] == 64 and fill > 0.9
@@ -116,26 +119,10 @@ def test_rows_of_two_long_conversations_are_full(median, spread):
     assert longest_first > 0.97 and longest_first > in_order
 
 
-def test_the_longest_are_packed_first():
-    given = examples(0)
-    rows = batches.pack(given, 64, PAD, longest_first=True)
-    np.testing.assert_equal(segments(rows), given)
-    starts = rows.tokens_BT[:, 0].tolist()
-    longest = max(given, key=lambda example: len(example.tokens_T))
-    assert starts[0] == longest.tokens_T[0]
-
-
 def test_rows_that_are_not_packed_keep_their_order():
     laid = (rows.blocks(examples(0), False, 64, PAD, longest) for longest in (True, False))
     (one,), (other,) = map(list, laid)
     np.testing.assert_equal(one, other)
-
-
-def test_padded_rows_hold_one_example_each():
-    given = examples(0)
-    rows = batches.pad(given, 64, PAD)
-    assert rows.segment_BT.max() == 1 and len(rows.tokens_BT) == len(given)
-    np.testing.assert_equal(segments(rows), given)
 
 
 @pytest.mark.parametrize("place", [batches.pack, batches.pad])
@@ -228,26 +215,6 @@ def test_load_unpacked_and_by_source(tokenizer):
     assert source.rows.segment_BT.max() == 1 and len(source) == 2
 
 
-def test_load_counts_what_it_drops(tokenizer, tmp_path):
-    good = {
-        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
-    }
-    long = {"messages": [{"role": "user", "content": "1" * 40}, good["messages"][1]]}
-    records = [good, {"messages": good["messages"][:1]}, long, {"nothing": 1}, {"nothing": 2}, good]
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    config = dataclasses.replace(CONFIG, train=(str(path),), max_length=32)
-    source, report = batches.load(config, tokenizer, 512, "train")
-    assert report.kept == 2 and report.full == 0 and report.rows == 1
-    unknown, *others = report.dropped.items()
-    assert "unknown style" in unknown[0] and unknown[1] == 2
-    assert {reason.split(";")[0]: n for reason, n in others} == {
-        "a record without an answer": 1,
-        "no answer within 32 tokens": 1,
-    }
-    assert (source.rows.segment_BT.max(), len(source)) == (2, 1)
-
-
 @pytest.mark.parametrize("answers", ["turns", "reference"])
 def test_load_ids_beside_messages(tokenizer, tmp_path, answers):
     """Records of ids keep theirs under either rule, whatever the template would make of them."""
@@ -305,16 +272,6 @@ def test_load_plain_text(tokenizer, tmp_path):
     assert report.response_tokens == report.tokens
 
 
-def test_load_reference_answers(tokenizer):
-    config = dataclasses.replace(CONFIG, answers="reference", pack=False)
-    source, report = batches.load(config, tokenizer, 512, "train")
-    messages = next(sources.read(CONVERSATIONS))["messages"]
-    example = reference.reference_encode(tokenizer, messages, 512, 256)
-    assert source.rows.response_BT[0].sum() == example.response_T.sum()
-    _, turns = batches.load(CONFIG, tokenizer, 512, "train")
-    assert report.kept > 30 and report.response_tokens > turns.response_tokens
-
-
 def test_load_refuses(tokenizer, tmp_path):
     def refused(fault, vocab_size=512, **changes):
         with pytest.raises(InputError, match=fault) as raised:
@@ -328,12 +285,6 @@ def test_load_refuses(tokenizer, tmp_path):
     refused("no token 599", vocab_size=600, answers="reference")
     (tmp_path / "a.jsonl").write_text('{"messages": [\n')
     refused(r"of 1: not JSON .* \(first: .*a\.jsonl line 1\)", train=(str(tmp_path / "a.jsonl"),))
-
-
-def test_load_without_chat_template(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", None)
-    with pytest.raises(InputError, match="no chat template"):
-        batches.load(CONFIG, tokenizer, 512, "train")
 
 
 @pytest.mark.golden
@@ -354,14 +305,3 @@ def test_reference_collation(folder):
     assert rows.tokens_BT.tolist() == wanted["input_ids"]
     assert rows.segment_BT.tolist() == wanted["attention_mask"]
     assert rows.response_BT.astype(int).tolist() == wanted["response_mask"]
-
-
-def test_committed_data_is_small_and_well_formed():
-    conversations = list(sources.read(CONVERSATIONS))
-    questions = list(sources.read(str(DATA / "questions.jsonl")))
-    assert (len(conversations), len(questions)) == (40, 12)
-    for record in conversations:
-        roles = [message["role"] for message in record["messages"]]
-        assert roles == ["user", "assistant"] * (len(roles) // 2)
-    for question in questions:
-        assert set(question) == {"question_id", "category", "turns"} and question["turns"]

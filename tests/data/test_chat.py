@@ -186,12 +186,6 @@ def test_empty_prompts(tokenizer, messages):
         chat.prompt_ids(tokenizer, messages)
 
 
-def test_prompt_without_template(tokenizer):
-    tokenizer.chat_template = None
-    with pytest.raises(InputError, match="no chat template"):
-        chat.prompt_ids(tokenizer, [{"role": "user", "content": "Hi"}])
-
-
 def test_plain_text_in_chunks(tokenizer):
     text = "coffee in the rain, " * 20
     ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -236,30 +230,6 @@ def test_alpaca_input_and_system_messages():
     assert [m["role"] for m in messages] == ["user", "user", "assistant"]
     record = {"conversations": [{"from": "system", "value": ""}, *turns[1:]]}
     assert records.messages_of(record)[0] == {"role": "system", "content": ""}
-
-
-@pytest.mark.parametrize(
-    "record, reason",
-    [
-        ({"question": "Hi"}, "unknown style"),
-        ({"messages": []}, "`messages` is empty"),
-        ({"messages": [{"role": "tool", "content": "{}"}, *HELLO]}, "role 'tool'"),
-        ({"messages": ["Hi", "Hello!"]}, "not an object"),
-        ({"messages": "Hi"}, "not a list"),
-        ({"messages": [*HELLO, {"role": "user", "content": ""}]}, "without text"),
-        ({"messages": [*HELLO, {"role": "user", "content": None}]}, "without text"),
-    ],
-)
-def test_unfit_records(record, reason):
-    with pytest.raises(InputError, match=reason):
-        records.messages_of(record)
-
-
-def test_user_turns_alone_are_messages_but_nothing_to_learn(tokenizer):
-    messages = records.messages_of({"messages": HELLO[:1]})
-    assert messages == HELLO[:1]
-    with pytest.raises(InputError, match="without an answer"):
-        chat.encode(tokenizer, messages, 100)
 
 
 @pytest.fixture(scope="module", params=golden_cases("dataprep/", "expected.json"))

@@ -11,7 +11,6 @@ import pytest
 
 from moa_jax.config import DataConfig
 from moa_jax.data import batches
-from moa_jax.data import tokenizer as tk
 from moa_jax.data.batch import Batch
 from moa_jax.data.chat import Example
 from moa_jax.data.mixture import Mixture, deal
@@ -54,10 +53,6 @@ def test_any_part_of_a_run_is_found_without_those_before_it(first):
         np.testing.assert_array_equal(one[:595], np.concatenate(several))
 
 
-def test_even_shares_alternate():
-    assert deal(np.array([0.5, 0.25, 0.25]), 0, 8)[0].tolist() == [0, 1, 2, 0, 0, 1, 2, 0]
-
-
 def test_each_source_runs_through_epochs_of_its_own():
     source = Mixture([numbered(0, 5), numbered(100, 40)], (0.5, 0.5), 10, seed=3)
     assert len(source) == 4 and source.rows_per_batch == 10
@@ -80,12 +75,6 @@ def test_batches_depend_on_seed_and_step_alone():
     assert dealt(mixture(2), range(20)).tolist() != sum(unbroken, [])
 
 
-def test_equal_sources_are_dealt_in_unlike_orders():
-    source = Mixture([numbered(0, 50), numbered(100, 50)], (1, 1), 100, seed=0)
-    run_N = dealt(source, range(1))
-    assert run_N[run_N < 100].tolist() != (run_N[run_N >= 100] - 100).tolist()
-
-
 def test_whole_rows_and_slices():
     """All arrays of a row stay together, and slices joined are the batch."""
     source = Mixture([numbered(0, 7), numbered(100, 9)], (0.8, 0.2), 6, seed=1)
@@ -99,13 +88,6 @@ def test_whole_rows_and_slices():
 
 
 # ---- from a config ------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer") / "small"
-    tk.train_tokenizer(iter(["Hello there, how are you? " * 9]), 300, folder)
-    return tk.load_tokenizer(folder)
 
 
 @pytest.fixture

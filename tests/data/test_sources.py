@@ -15,6 +15,7 @@ from moa_jax.data import sources as sources_lib
 from moa_jax.errors import InputError
 
 CONVERSATIONS = Path(__file__).parent / "conversations.jsonl"
+MARK = b"\xef\xbb\xbf"
 MESSAGES = [{"role": "user", "content": "Hé"}, {"role": "assistant", "content": "Yes"}]
 RECORDS = [{"text": f"Nº {i}", "source": f"shop/repo#set{i % 2}"} for i in range(5)]
 
@@ -42,6 +43,14 @@ def parquet(path: Path) -> str:
     [
         ("a.jsonl", lambda path: write(path, lines())),
         ("a.jsonl", lambda path: write(path, b"\n" + lines().rstrip() + b"\n \n\n")),
+        ("a.jsonl", lambda path: write(path, lines().replace(b"{", MARK + b"{"))),
+        ("a.jsonl", lambda path: write(path, lines().replace(b"\n", b"\r\n"))),
+        (
+            "a.jsonl",
+            lambda path: write(path, MARK + json.dumps(RECORDS, indent=1).encode()),
+        ),
+        ("a.jsonl", lambda path: write(path, json.dumps(RECORDS).encode() + b"\n")),
+        ("a.json", lambda path: write(path, lines())),
         ("a.jsonl.gz", lambda path: write(path, gzip.compress(lines()))),
         ("a.json", lambda path: write(path, json.dumps(RECORDS).encode())),
         ("a.json.gz", lambda path: write(path, gzip.compress(json.dumps(RECORDS).encode()))),

@@ -53,10 +53,6 @@ def test_digits_stand_alone(tokenizer):
     assert [tokenizer.decode([i]) for i in ids] == ["1", "9", ":", "3", "0"]
 
 
-def test_frequent_words_are_merged(tokenizer):
-    assert len(tokenizer(" coffee", add_special_tokens=False).input_ids) < len(" coffee")
-
-
 def test_chat_template(tokenizer):
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -95,12 +91,6 @@ def test_no_text_makes_no_tokenizer(tmp_path, texts):
     with pytest.raises(InputError, match="no text to train the tokenizer"):
         tk.train_tokenizer(iter(texts), 320, tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_blank_text_first_changes_nothing(folder, tmp_path):
-    tk.train_tokenizer(iter(["", *TEXTS]), 320, tmp_path / "new")
-    name = "tokenizer.json"
-    assert (tmp_path / "new" / name).read_bytes() == (folder / name).read_bytes()
 
 
 @pytest.mark.slow

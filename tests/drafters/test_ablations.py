@@ -1,4 +1,4 @@
-"""MoA with parts left out, and trained without the T-step bound: each one flag away."""
+"""MoA with parts left out, and trained without the T-step bound; the grid of both."""
 
 # ruff: noqa: F811 (an imported fixture is an argument too)
 
@@ -19,29 +19,24 @@ from configs.shapes import SHAPES
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import (
     BlockConfig,
-    DataConfig,
     DistillConfig,
     DraftShape,
     IndependentConfig,
     MaskConfig,
     Objective,
-    OptimConfig,
 )
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS, losses
 from moa_jax.drafters.api import TargetActivations
-from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
-from moa_jax.drafters.tree import Nodes
+from moa_jax.drafters.moa import Moa, block_configs, make, train
 from moa_jax.errors import InputError
-from moa_jax.model import convert, masks
+from moa_jax.model import convert
 from moa_jax.model.cache import KV
 from moa_jax.model.llama import unembed
 from moa_jax.pretrained import LoadedDrafter, save_drafter
-from moa_jax.training import distillation, flops
 from moa_jax.training.fingerprint import changes, fingerprint
-from moa_jax.training.optim import optimizer
-from moa_jax.training.update import init_state, make_update
 from tests.compare import assert_close, assert_value
+from tests.drafters.test_moa import PAPER, MoaPair, stages_of
 from tests.model_folders import edit_json, edit_tensors, refusal, tensors_of
 from tests.oracle import random_pair
 from tests.train.test_training import distill_config, metrics, pretrain_config
@@ -94,48 +89,10 @@ def batch_of(rows: int, seed: int = 3) -> Batch:
     return Batch(tokens_BT, np.ones((rows, T), np.int32), position_BT, position_BT >= PROMPT)
 
 
-class AblatedPair:
-    """A pair's stages; each compiles once for a size of batch."""
-
-    def __init__(self, target, drafter: LoadedDrafter) -> None:
-        cfg = drafter.config
-        self.moa = Moa(cfg, target.config, block_configs(cfg, target.config))
-        self.params, self.target = drafter.params, target
-        self.shared = self.moa.shared_params(target.params)
-        self._tap = jax.jit(
-            partial(distillation.tap, target.config, make(cfg, target.config), dtype=jnp.float32)
-        )
-        self._cached = jax.jit(self._drafted, static_argnames="count")
-        self._trained = jax.jit(self._traced, static_argnames="bounded")
-
-    def tap(self, batch: Batch):
-        return self._tap(self.target.params, batch)
-
-    def cached(self, batch: Batch, length_B, count: int):
-        """Logits (B, count, V) of a chain behind `length_B` verified tokens, by its caches."""
-        return self._cached(batch, self.tap(batch), jnp.asarray(length_B), count=count)
-
-    def trained(self, batch: Batch, bounded: bool = True):
-        """Logits (B, T, V) of the training forward where prompts are known."""
-        return self._trained(batch, self.tap(batch), bounded=bounded)
-
-    def _drafted(self, batch: Batch, tapped, length_B, count: int):
-        given, zero_B = (self.moa, self.params, self.shared), jnp.zeros_like(length_B)
-        cache = decode.init_cache(self.moa, len(length_B), T + 1, jnp.float32)
-        digest = decode.condense(self.moa, self.params, zero_B, tapped)
-        cache = decode.extend(*given, cache, batch.tokens_BT, zero_B, digest)
-        chain_BW = length_B[:, None] + jnp.arange(count)
-        tokens_BW = jnp.take_along_axis(batch.tokens_BT, chain_BW, axis=1)
-        line, depth_W = masks.causal_tree(count), jnp.arange(count)
-        nodes = Nodes(tokens_BW, line, length_B, length_B, depth_W)
-        return decode.step(*given, cache, nodes)[0]
-
-    def _traced(self, batch: Batch, tapped, bounded: bool):
-        draws = train.Draws(~batch.response_BT, jnp.zeros(len(batch.tokens_BT), bool))
-        objective = Objective() if bounded else UNBOUNDED
-        given = (self.params, self.shared, batch, tapped, draws)
-        found = train.trace(self.moa, objective, *given)
-        return unembed(self.shared, found.feature_BTD)
+def trained(pair: MoaPair, batch: Batch, objective: Objective = PAPER):
+    """Logits (B, T, V) of the training forward where prompts are known."""
+    draws = train.Draws(~batch.response_BT, jnp.zeros(len(batch.tokens_BT), bool))
+    return pair.trace(batch, draws, objective)[1]
 
 
 # ---- drafting -----------------------------------------------------------------------------
@@ -145,28 +102,10 @@ class AblatedPair:
 def test_cached_drafting_equals_training(name, num_reused, whole):
     target, drafter = whole
     drafter = without(drafter, **ABLATIONS[name], target_layer_inference=num_reused)
-    pair, batch = AblatedPair(target, drafter), batch_of(1)
-    trained_TV = pair.trained(batch)[0]
+    pair, batch = stages_of(target, drafter), batch_of(1)
+    trained_TV = trained(pair, batch)[0]
     drafted_JV = pair.cached(batch, [PROMPT], T - PROMPT)[0]
     assert_close(drafted_JV, trained_TV[PROMPT:], name)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_reused", "shape"),
-    [
-        pytest.param("bare", 1, DraftShape(4, 2, 5), marks=pytest.mark.slow),
-        pytest.param("last", 1, DraftShape(4), marks=pytest.mark.slow),
-        pytest.param("hidden", 0, DraftShape(4, 2, 5), marks=pytest.mark.slow),
-    ],
-)
-def test_drafted_text_is_plain_text(name, num_reused, shape, whole):
-    target, drafter = whole
-    drafter = without(drafter, **ABLATIONS[name], target_layer_inference=num_reused)
-    prompts = [[5, 17, 60, 33], [80, 3]]
-    found = Session(target, drafter, shape).generate(prompts, 24)
-    plain = Session(target).generate(prompts, 24)
-    assert [result.token_ids for result in found] == [result.token_ids for result in plain]
-    assert max(result.tau for result in found) > 1
 
 
 def test_memory_is_that_of_an_lsa_that_adds_nothing(whole):
@@ -201,16 +140,6 @@ def test_memory_is_that_of_an_lsa_that_adds_nothing(whole):
 # ---- training without the bound -----------------------------------------------------------
 
 
-def test_known_past_as_drawn_in_the_docs():
-    segment_BT = jnp.array([[1, 1, 1, 1, 2, 2]])
-    start_BT = masks.known_past(segment_BT)
-    assert start_BT.tolist() == [[0, 0, 1, 2, 4, 4]]
-    mask_BTT = masks.bounded_memory(start_BT, segment_BT).mask()
-    assert ["".join("x" if seen else "." for seen in row) for row in mask_BTT[0].tolist()] == [
-        "x.....", "x.....", "xx....", "xxx...", "....x.", "....x.",
-    ]  # fmt: skip
-
-
 ROOTS = np.arange(PROMPT, T)
 
 
@@ -218,14 +147,14 @@ ROOTS = np.arange(PROMPT, T)
 def reusing(whole):
     """The whole drafter, reusing one layer."""
     target, drafter = whole
-    return AblatedPair(target, without(drafter, target_layer_inference=1))
+    return stages_of(target, without(drafter, target_layer_inference=1))
 
 
 @pytest.mark.parametrize("num_reused", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_every_token_is_the_first_of_a_round(num_reused, whole, reusing):
     """What standard training gives at a token is what decoding gives at a root there."""
-    pair, batch = reusing if num_reused else AblatedPair(*whole), batch_of(len(ROOTS))
-    free_BTV, bound_BTV = (pair.trained(batch, bounded) for bounded in (False, True))
+    pair, batch = reusing if num_reused else stages_of(*whole), batch_of(len(ROOTS))
+    free_BTV, bound_BTV = (trained(pair, batch, each) for each in (UNBOUNDED, PAPER))
     drafted_BV = pair.cached(batch, ROOTS, 1)[:, 0]
     assert_close(free_BTV[0, ROOTS], drafted_BV, "roots")
     assert_close(bound_BTV[0, PROMPT], drafted_BV[0], "the first of the bounded ones is a root")
@@ -243,8 +172,8 @@ def test_the_flag_chooses_the_rule(reusing):
         assert draws.known_BT[:, :PROMPT].all()
     tapped = pair.tap(batch)
     loss = jax.jit(train.make_loss(pair.moa, UNBOUNDED))
-    _, parts = loss(pair.params, pair.shared, batch, tapped, key, progress)
-    expected = cross_entropy(pair.shared, tapped, pair.trained(batch, bounded=False), batch)
+    _, parts = loss(pair.drafter.params, pair.shared, batch, tapped, key, progress)
+    expected = cross_entropy(pair.shared, tapped, trained(pair, batch, UNBOUNDED), batch)
     assert_value(parts["cross_entropy"], expected, "cross-entropy")
 
 
@@ -252,12 +181,12 @@ def test_the_flag_chooses_the_rule(reusing):
 @pytest.mark.parametrize("num_reused", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_first_tokens_are_trained_beside_the_others(num_reused, whole, reusing):
     """The loss of two passes over one memory is the mean of theirs, and so is its gradient."""
-    pair, batch = reusing if num_reused else AblatedPair(*whole), batch_of(3)
+    pair, batch = reusing if num_reused else stages_of(*whole), batch_of(3)
     rest = (pair.shared, batch, pair.tap(batch), jax.random.key(1), jnp.float32(0.4))
 
     def gradient(**masks: bool):
         loss = train.make_loss(pair.moa, Objective(MaskConfig(**masks)))
-        return jax.jit(jax.grad(loss, has_aux=True))(pair.params, *rest)
+        return jax.jit(jax.grad(loss, has_aux=True))(pair.drafter.params, *rest)
 
     both, bound, free = gradient(first_tokens=True), gradient(), gradient(bounded=False)
     mean = jax.tree.map(lambda a, b: (a + b) / 2, bound, free)
@@ -274,31 +203,6 @@ def test_first_tokens_without_the_bound_are_refused():
 def cross_entropy(shared, tapped, logits_BTV, batch: Batch):
     each_BT = losses.soft_cross_entropy(unembed(shared, tapped.hidden_BTD), logits_BTV)
     return losses.answer_mean(each_BT, batch.response_BT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "num_reused"),
-    [("mean", 0), ("last", 1), ("no-sa", 1), ("hidden", 0), ("free", 0), ("free", 1)],
-)
-def test_trains(name, num_reused, whole):
-    """A few updates move every weight and lower the loss; the target pass may be stacked."""
-    target, drafter = whole
-    changes = ABLATIONS.get(name, {}) | {"target_layer_inference": num_reused}
-    drafter = without(drafter, **changes)
-    objective = UNBOUNDED if name == "free" else Objective()
-    functions = make(drafter.config, target.config, objective)
-    layers = jax.tree.map(lambda *each: jnp.stack(each), *target.params["layers"])
-    loss = distillation.make_loss(target.config, functions, jnp.float32)
-    tx = optimizer(OptimConfig(1e-3, warmup_steps=0, decay_steps=0, peak=1.0, total_steps=8))
-    update = jax.jit(make_update(loss, tx, seed=0, total_steps=8))
-    state, found = init_state(drafter.params, tx), []
-    for _ in range(8):
-        state, metrics = update(state, target.params | {"layers": layers}, batch_of(2))
-        found.append(float(metrics["loss"]))
-    assert found[-1] < found[0]
-    moved = jax.tree.map(lambda a, b: float(abs(a - b).max()) > 0, state.params, drafter.params)
-    assert all(jax.tree.leaves(moved))
 
 
 # ---- files --------------------------------------------------------------------------------
@@ -333,61 +237,37 @@ def test_files_hold_what_is_there(name, whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("drop", "change", "says"),
+    "change, says",
     [
-        ("nothing", {"layer_mixing": "sum"}, "layer_mixing is 'sum'; give one of attention, mean"),
-        ("nothing", {"has_self_attention": "no"}, "has_self_attention is 'no'; give true or"),
-        ("nothing", {"layer_mixing": "mean"}, "disable_LSA is false and layer_mixing is"),
-        (
-            "nothing",
-            {"layer_mixing": "mean", "disable_LSA": True},
-            "has unexpected 9 tensors (layer_self_attention.",
-        ),
-        ("nothing", {"has_self_attention": False}, "has unexpected 11 tensors (self_attention."),
-        ("layer_self", {}, "lacks the tensor layer_self_attention.self_attn.k_proj.weight"),
-        ("layer_self", {"layer_mixing": "last", "disable_LSA": True}, None),
-        ("layer_self", {"disable_LSA": True}, "what its memory is made of"),
-        ("nothing", {"hidden_in_memory": True}, "but the tensor Hidden2E.weight is missing"),
-        ("nothing", {"hidden_in_memory": "no"}, "hidden_in_memory is 'no'"),
-        (
-            "layer_self",
-            {
-                "layer_mixing": "last",
-                "disable_LSA": True,
-                "layer_self_attention_intermediate_size": None,
-            },
-            "layer_self_attention_intermediate_size is None; choose a whole number",
-        ),
+        ({"layer_mixing": "mean", "disable_LSA": True}, "9 tensors (layer_self_attention."),
+        ({"has_self_attention": False}, "has unexpected 11 tensors (self_attention."),
     ],
 )
-def test_files_that_contradict_themselves_are_refused(drop, change, says, whole, tmp_path):
+def test_parts_that_a_config_leaves_out_are_unexpected(change, says, whole, tmp_path):
     target, drafter = whole
     save_drafter(tmp_path, "moa", drafter.config, drafter.params, target)
     edit_json(tmp_path / "config.json", **change)
-    edit_tensors(tmp_path, drop)
-    if says is None:
-        assert load_drafter(tmp_path, target).config.layer_mixing == "last"
-    else:
-        assert says in refusal(load_drafter, tmp_path, target)
+    assert says in refusal(load_drafter, tmp_path, target)
+
+
+@pytest.mark.parametrize("how", ["mean", "last"])
+def test_files_without_layer_self_attention_say_what_memory_is_made_of(how, whole, tmp_path):
+    target, drafter = whole
+    save_drafter(tmp_path, "moa", drafter.config, drafter.params, target)
+    edit_tensors(tmp_path, "layer_self")
+    lacks = "lacks the tensor layer_self_attention.self_attn.k_proj.weight"
+    assert lacks in refusal(load_drafter, tmp_path, target)
+    edit_json(tmp_path / "config.json", disable_LSA=True)
+    assert "what its memory is made of" in refusal(load_drafter, tmp_path, target)
+    edit_json(tmp_path / "config.json", layer_mixing=how)
+    assert load_drafter(tmp_path, target).config.layer_mixing == how
+    edit_json(tmp_path / "config.json", layer_self_attention_intermediate_size=None)
+    assert "layer_self_attention_intermediate_size is None; choose" in refusal(
+        load_drafter, tmp_path, target
+    )
 
 
 # ---- settings -----------------------------------------------------------------------------
-
-FLAGS = {
-    "--drafter.layer_mixing mean": lambda c: c.drafter.layer_mixing == "mean",
-    "--drafter.layer_mixing last": lambda c: c.drafter.layer_mixing == "last",
-    "--drafter.has_self_attention False": lambda c: not c.drafter.has_self_attention,
-    "--drafter.target_layer_inference 3": lambda c: c.drafter.target_layer_inference == 3,
-    "--drafter.cross_attention_intermediate_size 12288": (
-        lambda c: c.drafter.cross_attention_intermediate_size == 12_288
-    ),
-    "--masks.bounded False": lambda c: not c.masks.bounded,
-    "--masks.shortest_future 3 --masks.longest_future 6": (
-        lambda c: (c.masks.shortest_future, c.masks.longest_future) == (3, 6)
-    ),
-    "--masks.on_policy_reuse true": lambda c: c.masks.on_policy_reuse,
-    "--loss.feature_weight 0": lambda c: c.loss.feature_weight == 0.0,
-}
 
 
 @functools.cache
@@ -395,36 +275,9 @@ def overridden(flags: str) -> DistillConfig:
     return load_config("configs/moa_llama3_8b.py", DistillConfig, flags.split())
 
 
-@pytest.mark.parametrize("flags", FLAGS)
-def test_each_is_a_flag_away(flags, monkeypatch, request):
-    monkeypatch.chdir(request.config.rootpath)
-    config = overridden(flags)
-    assert FLAGS[flags](config) and not FLAGS[flags](overridden(""))
-    DRAFTERS["moa"].make(config.drafter, SHAPES[config.target], config)
-
-
 def size_of(config: DistillConfig) -> int:
     table = DRAFTERS["moa"].table(config.drafter, SHAPES[config.target])
     return sum(int(np.prod(packing.shape)) for packing in table.values())
-
-
-def test_what_is_left_out_costs_nothing(monkeypatch, request, whole):
-    monkeypatch.chdir(request.config.rootpath)
-    paper, lsa, sa = (
-        overridden(flags)
-        for flags in ("", "--drafter.layer_mixing mean", "--drafter.has_self_attention False")
-    )
-    assert size_of(paper) - size_of(lsa) == 29_364_224
-    assert size_of(paper) - size_of(sa) == 113_254_400
-    target, drafter = whole
-    tiny = dataclasses.replace(paper, data=DataConfig(("a",), ("a",), T, T, 1))
-    cost, *less = (
-        flops.model_flops_per_token(dataclasses.replace(tiny, drafter=cfg), target.config)
-        for cfg in (
-            without(drafter, **how).config for how in ({}, ABLATIONS["mean"], ABLATIONS["no-sa"])
-        )
-    )
-    assert cost > max(less)
 
 
 def test_a_drafter_for_qwen2():

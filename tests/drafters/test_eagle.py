@@ -1,4 +1,4 @@
-"""EAGLE-1, 2 and 3: the authors' recorded numbers, a torch oracle, official files, decoding."""
+"""EAGLE-1, 2 and 3: the authors' recorded numbers, a torch oracle, official files."""
 
 import dataclasses
 import functools
@@ -27,17 +27,13 @@ from moa_jax.config import (
     Objective,
 )
 from moa_jax.data.batch import Batch
-from moa_jax.decode.draft_vocabulary import vocabulary_of
 from moa_jax.drafters import eagle, eagle3, eagle_common
 from moa_jax.drafters.api import CandidateSampler
-from moa_jax.model import masks
 from moa_jax.pretrained import save_drafter
 from moa_jax.training.distillation import tap
 from tests.compare import assert_close, assert_norm_close, assert_value
 from tests.conftest import arrays_of, golden_cases
 from tests.drafting import (
-    assert_changes_nothing,
-    assert_drafting_equals_training,
     batch_of,
     calm_target_of,
     loss_and_gradient,
@@ -64,21 +60,6 @@ recorded = pytest.mark.parametrize("folder", golden_cases("eagle_", "train.npz")
 def calm_target(tmp_path_factory):
     """A calm target with layers enough for three that are tapped and some between them."""
     return calm_target_of(5, tmp_path_factory.mktemp("calm") / "target")
-
-
-KINDS = [
-    pytest.param(name, marks=[] if name in ("eagle", "eagle3") else pytest.mark.slow)
-    for name in CONFIGS
-]
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def drafter(request, calm_target):
-    """A drafter whose weights are large enough for its guesses to differ."""
-    config = CONFIGS[request.param]
-    found = untrained(calm_target, request.param.split("-")[0], config)
-    grown = lambda leaf: leaf if leaf.ndim == 1 else 6 * leaf
-    return found._replace(params=jax.tree.map(grown, found.params))
 
 
 # ---- recorded cases -----------------------------------------------------------------------
@@ -123,24 +104,6 @@ def test_draft_loss_and_gradients(folder, noise):
             assert_norm_close(value, expected[f"noise0/{name}"], name)
 
 
-@recorded
-def test_draft_features(folder):
-    """Our entry p is the authors' entry p - 1."""
-    target, drafter, arrays, batch = recorded_training(folder)
-    layer, functions = eagle.layer(drafter.config, target.config), make(target, drafter)
-
-    @jax.jit
-    def features(batch):
-        tapped = tap(target.config, functions, target.params, batch, jnp.float32)
-        embedding_BTD = target.params["embed"][batch.tokens_BT]
-        inputs = eagle_common.TrainingInputs(embedding_BTD, tapped.hidden_BTD, tapped.hidden_BTD)
-        return eagle_common.passes(layer, drafter.params, inputs, batch, 1)[0]
-
-    real_BT = np.asarray(batch.segment_BT[:, 1:] > 0)
-    ours, theirs = features(batch)[:, 1:], arrays["noise0/feature"][:, :-1]
-    assert_close(np.asarray(ours)[real_BT], theirs[real_BT], "feature")
-
-
 SHAPES = {
     "d4b3t8": DraftShape(4, 3, 8),
     "d5b1t4": DraftShape(5),
@@ -173,10 +136,6 @@ def test_draft_accept_lengths_with_the_right_mask(folder, name):
 
 
 # ---- any pair -----------------------------------------------------------------------------
-
-
-def test_cached_drafting_equals_training(calm_target, drafter):
-    assert_drafting_equals_training(calm_target, drafter)
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
@@ -293,30 +252,6 @@ def _drafted(target, drafter, prompt, depth):
     return tokens_N.tolist(), logits_NU
 
 
-@pytest.mark.slow
-def test_drafts_change_nothing(calm_target, drafter):
-    assert_changes_nothing(calm_target, drafter)
-
-
-@pytest.mark.slow
-def test_drafts_of_trees_change_nothing(calm_target):
-    """One kind and shape, fast; `test_drafts_change_nothing` has the others."""
-    found = untrained(calm_target, "eagle3", CONFIGS["eagle3"])
-    assert_changes_nothing(calm_target, found, [DraftShape(4, 3, 8)])
-
-
-def test_feedback_masks_as_drawn():
-    mask_TS = masks.fed_back(jnp.ones((1, 5), jnp.int32), 2).mask()[0].astype(int).tolist()
-    drawn = [
-        "..... ..... x....",
-        "..... x.... .x...",
-        "..... .x... ..x..",
-        ".x... ..x.. ...x.",
-        ".xx.. ...x. ....x",
-    ]
-    assert mask_TS == [[int(c == "x") for c in row.replace(" ", "")] for row in drawn]
-
-
 # ---- files --------------------------------------------------------------------------------
 
 
@@ -328,16 +263,6 @@ def test_draft_vocabulary_is_stored_beside_the_head(calm_target, tmp_path):
     assert np.flatnonzero(tensors["t2d"]).tolist() == list(IDS)
     assert tensors["d2t"].dtype == np.int64 and tensors["t2d"].dtype == bool
     assert load_drafter(tmp_path / "d", calm_target).config.draft_ids == IDS
-
-
-def test_foreign_files_are_read(calm_target, tmp_path):
-    """As the official repositories store them: an embedding beside, and no word of ours."""
-    found = untrained(calm_target, "eagle", CONFIGS["eagle"])
-    save_drafter(tmp_path / "d", "eagle", found.config, found.params, calm_target, layout="authors")
-    embed = np.asarray(calm_target.params["embed"])
-    edit_tensors(tmp_path / "d", **{"embed_tokens.weight": embed})
-    again = load_drafter(tmp_path / "d", calm_target)
-    assert (again.method, again.config) == ("eagle", found.config)
 
 
 def test_wrong_files_are_refused(calm_target, tmp_path):
@@ -405,30 +330,6 @@ def test_layers_are_written_for_every_reader(calm_target, tmp_path, layout):
     where = ["--target", str(calm_target.folder), "--draft", str(tmp_path / "d")]
     convert.main([*where, "--output", str(tmp_path / "ours")])
     assert load_drafter(tmp_path / "ours", calm_target).config == config
-
-
-@pytest.mark.parametrize(
-    "wrong, says",
-    [
-        (["a", 1, 2], "layer_ids is ['a', 1, 2]; give three layers"),
-        ([True, 1, 2], "layer_ids is [True, 1, 2]; give three layers"),
-        ("123", "layer_ids is '123'; give three layers"),
-        ({"1": 2}, "layer_ids is {'1': 2}; give three layers"),
-        ([1, 2], "tapped_layers [1, 2] of a target of 5 layers; give three"),
-        ([1, 2, 5], "tapped_layers [1, 2, 5] of a target of 5 layers; give three"),
-    ],
-)
-def test_layers_that_are_none_are_refused(calm_target, official, tmp_path, wrong, says):
-    folder = layered(official, tmp_path, {TOP: wrong})
-    said = refusal(load_drafter, folder, calm_target)
-    assert says in said and str(folder) in said
-
-
-def test_pickles_name_their_converter(calm_target, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    said = refusal(load_drafter, tmp_path, calm_target)
-    assert "infer.peers.unpickle" in said and "weights_only" in said
 
 
 def test_pickles_are_rewritten_once(calm_target, tmp_path):
@@ -499,10 +400,3 @@ def test_the_converter_is_a_program_like_the_others(tmp_path, capsys, monkeypatc
     (tmp_path / "pytorch_model.bin").touch()
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     assert "torch is missing" in refusal(unpickle.main, folders)
-
-
-def test_own_heads_refuse_a_draft_vocabulary(calm_target):
-    found = untrained(calm_target, "eagle3", CONFIGS["eagle3-whole"])
-    some = vocabulary_of(np.arange(9, dtype=np.int32), calm_target)
-    said = refusal(functools.partial(Session, vocabulary=some), calm_target, found)
-    assert "head of its own" in said

@@ -1,7 +1,6 @@
 """Small models as drafters, with weights of their own and with the target's around them."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +10,17 @@ import pytest
 from moa_jax import InputError, Session, load_drafter, load_target
 from moa_jax.config import BorrowedConfig, DraftShape, IndependentConfig, Objective
 from moa_jax.decode.draft_vocabulary import DraftVocabulary
-from moa_jax.pretrained import LoadedDrafter, Target, save_drafter, save_target
+from moa_jax.pretrained import LoadedDrafter, save_drafter, save_target
 from moa_jax.training.distillation import tap
 from tests.compare import assert_close, assert_norm_close, assert_value
 from tests.conftest import arrays_of, golden_cases
+from tests.drafters.test_kinds import SMALL, cut_short, one_layer
 from tests.drafting import (
-    CHAIN,
-    TREE,
-    assert_changes_nothing,
-    assert_drafting_equals_training,
-    assert_training_makes_a_drafter,
     batch_of,
     calm_target,  # noqa: F401
     loss_and_gradient,
     make,
     recorded_training,
-    stored,
     untrained,
 )
 from tests.model_folders import refusal, tensors_of
@@ -34,19 +28,6 @@ from tests.model_folders import refusal, tensors_of
 BORROWED = "independent-borrowed"
 AUTHORS = "spec_model."  # before the names of recorded gradients
 recorded = pytest.mark.parametrize("folder", golden_cases("independent_", "train.npz"))
-
-
-def first_layer(target: Target, **sizes: int):
-    """The config of a model of one layer, else as the target but for `sizes` of its layer."""
-    block = dataclasses.replace(target.config.block, **sizes)
-    return dataclasses.replace(target.config, num_layers=1, block=block)
-
-
-def cut_short(target: Target) -> LoadedDrafter:
-    """The target without all layers but its first, as a drafter."""
-    params = target.params | {"layers": target.params["layers"][:1]}
-    config = IndependentConfig(first_layer(target))
-    return LoadedDrafter("independent", config, params, (), target.folder, None)
 
 
 # ---- recorded cases -----------------------------------------------------------------------
@@ -113,11 +94,9 @@ def test_draft_files_are_read_and_written_bit_for_bit(folder, tmp_path):
 # ---- any pair -----------------------------------------------------------------------------
 
 
-def test_a_model_of_its_own_drafts_as_it_is_trained(calm_target):  # noqa: F811
-    sizes = dict(hidden_size=24, num_heads=3, num_kv_heads=1, head_dim=8)
-    config = IndependentConfig(first_layer(calm_target, **sizes))
+def test_a_model_of_its_own_learns_all_of_its_weights(calm_target):  # noqa: F811
+    config = IndependentConfig(one_layer(calm_target, **SMALL))
     drafter = untrained(calm_target, "independent", config)
-    assert_drafting_equals_training(calm_target, drafter)
     parts, gradient = loss_and_gradient(calm_target, drafter, _batch())
     assert "feature_loss" not in parts
     assert all(np.abs(x).max() > 0 for x in gradient.values())
@@ -127,24 +106,6 @@ def test_a_model_of_its_own_drafts_as_it_is_trained(calm_target):  # noqa: F811
 def _batch():
     tokens_BT = np.random.default_rng(2).integers(0, 101, (2, 9))
     return batch_of(tokens_BT, np.ones((2, 9)), np.tile(np.arange(9) > 2, (2, 1)))
-
-
-def test_drafting_with_borrowed_weights_equals_training(calm_target):  # noqa: F811
-    config = BorrowedConfig(first_layer(calm_target, num_heads=3, num_kv_heads=3))
-    assert_drafting_equals_training(calm_target, untrained(calm_target, BORROWED, config))
-
-
-@pytest.mark.parametrize("shape", [CHAIN, pytest.param(TREE, marks=pytest.mark.slow)], ids=str)
-def test_drafts_change_no_text(calm_target, shape):  # noqa: F811
-    for row in assert_changes_nothing(calm_target, cut_short(calm_target), [shape]):
-        assert max(row) > 1.5
-
-
-@pytest.mark.slow
-def test_drafts_with_borrowed_weights_change_no_text(calm_target):  # noqa: F811
-    config = BorrowedConfig(first_layer(calm_target))
-    taus = assert_changes_nothing(calm_target, untrained(calm_target, BORROWED, config))
-    assert all(max(row) > 1 for row in taus), "no draft was accepted, so nothing was shown"
 
 
 @pytest.mark.slow
@@ -165,20 +126,6 @@ def test_any_folder_of_a_model_is_a_drafter(calm_target, tmp_path):  # noqa: F81
     again = load_drafter(tmp_path / "short", calm_target)
     assert again.config == short.config
     jax.tree.map(np.testing.assert_array_equal, again.params, short.params)
-
-
-def test_saved_as_it_is_loaded(calm_target, tmp_path):  # noqa: F811
-    config = BorrowedConfig(first_layer(calm_target))
-    drafter = untrained(calm_target, BORROWED, config)
-    save_drafter(tmp_path / "draft", BORROWED, config, drafter.params, calm_target)
-    written = json.loads((tmp_path / "draft" / "config.json").read_text())
-    assert (written["method"], written["model_type"]) == (BORROWED, "llama")
-    again = load_drafter(tmp_path / "draft", calm_target)
-    assert (again.method, again.config) == (BORROWED, config)
-    jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
-    assert (
-        stored(calm_target, drafter, drafter.params).keys() == tensors_of(tmp_path / "draft").keys()
-    )
 
 
 def test_models_of_another_vocabulary_or_width_are_refused(calm_target, tmp_path):  # noqa: F811
@@ -207,13 +154,3 @@ def test_a_draft_vocabulary_or_layout_that_does_not_fit_is_refused(calm_target, 
             save_drafter, tmp_path / "new", method, config, {}, calm_target, layout=layout
         )
         assert said.startswith(f"layout {layout} has no models")
-
-
-# ---- training -----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [BorrowedConfig, IndependentConfig])
-def test_trained_ones_decode(small_target, tmp_path, kind):
-    model = first_layer(load_target(small_target), intermediate_size=24)
-    assert_training_makes_a_drafter(small_target, tmp_path, kind(model))

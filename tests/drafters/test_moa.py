@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from moa_jax import load_drafter, load_target
-from moa_jax.config import BlockConfig, MaskConfig, MoaConfig, Objective, OptimConfig, TargetConfig
+from moa_jax.config import MaskConfig, MoaConfig, Objective, OptimConfig
 from moa_jax.data.batch import Batch
-from moa_jax.drafters import DRAFTERS
 from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
 from moa_jax.drafters.tree import Nodes
 from moa_jax.errors import InputError
 from moa_jax.files.hf_config import target_config_from_hf
-from moa_jax.model import convert, masks
+from moa_jax.model import masks
 from moa_jax.model.llama import unembed
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.training.distillation import tap
@@ -27,7 +26,7 @@ from moa_jax.training.optim import optimizer, schedule
 from moa_jax.training.update import init_state, make_update
 from tests.compare import assert_close, assert_norm_close, assert_value
 from tests.conftest import arrays_of, golden_cases
-from tests.drafting import batch_of
+from tests.drafting import batch_of, stored
 from tests.oracle import learn, random_pair
 from tests.oracle import moa as oracle
 from tests.oracle.recorded import Case
@@ -63,16 +62,16 @@ class MoaPair:
 
     @functools.cached_property
     def trace(self):
-        """(batch, draws) -> the training forward and its losses."""
+        """(batch, draws, objective) -> the training forward, its logits and its losses."""
 
-        def trace(batch: Batch, draws: train.Draws):
+        def trace(batch: Batch, draws: train.Draws, objective: Objective = PAPER):
             tapped = self.tap(batch)
             given = (self.drafter.params, self.shared, batch, tapped, draws)
-            found = train.trace(self.moa, PAPER, *given)
-            parts = train.loss_of([found], self.shared, batch, tapped, PAPER, jnp.float32(0))[1]
+            found = train.trace(self.moa, objective, *given)
+            parts = train.loss_of([found], self.shared, batch, tapped, objective, jnp.float32(0))[1]
             return found, unembed(self.shared, found.feature_BTD), parts
 
-        return jax.jit(trace)
+        return jax.jit(trace, static_argnames="objective")
 
     @functools.cached_property
     def gradient(self):
@@ -84,14 +83,10 @@ class MoaPair:
 
         return jax.jit(gradient)
 
-    def tensors(self, params) -> dict[str, np.ndarray]:
-        """Parameters (or gradients) under the authors' names and in their layout."""
-        table = DRAFTERS["moa"].table(self.drafter.config, self.target.config)
-        return dict(
-            named
-            for path, packing in table.items()
-            for named in convert.unpack(packing, np.asarray(convert.leaf_at(params, path)))
-        )
+    def cached(self, batch: Batch, start_B, count: int):
+        """Logits (B, count, V) of a chain behind `start_B` verified tokens, by its caches."""
+        given = (self.moa, self.drafter.params, self.shared, batch.tokens_BT, self.tap(batch))
+        return drafted_logits(*given, np.asarray(start_B), count)
 
     def loss(self, draws: train.Draws):
         """The training loss with given draws, in the form that training takes."""
@@ -107,9 +102,13 @@ class MoaPair:
 def open_pair(folder: Path, num_reused: int) -> MoaPair:
     loaded = load_target(folder / "target", jnp.float32)
     drafter = load_drafter(folder / "draft", loaded, target_layer_inference=num_reused)
+    return stages_of(loaded, drafter)
+
+
+def stages_of(target: Target, drafter: LoadedDrafter) -> MoaPair:
     cfg = drafter.config
-    stages = Moa(cfg, loaded.config, block_configs(cfg, loaded.config))
-    return MoaPair(loaded, drafter, stages, stages.shared_params(loaded.params))
+    stages = Moa(cfg, target.config, block_configs(cfg, target.config))
+    return MoaPair(target, drafter, stages, stages.shared_params(target.params))
 
 
 @functools.cache
@@ -125,14 +124,6 @@ def draws_of(sample) -> train.Draws:
 
 
 # ---- recorded cases -----------------------------------------------------------------------
-
-
-@recorded
-def test_draft_memory(folder):
-    case, pair, batch = recorded_pair(folder)
-    memory_BTD = jax.jit(pair.moa.memory)(pair.drafter.params, pair.tap(batch))
-    expected = case.train["ekv2e_out"].numpy()
-    assert_close(memory_BTD[case.real_BT.numpy()], expected[case.real_BT.numpy()], "memory")
 
 
 @recorded
@@ -165,7 +156,7 @@ def test_draft_gradients(folder):
     recorded_grads = case.arrays("grads.npz")
     for variant in sorted({name.split("/")[0] for name in recorded_grads}):
         gradient, _ = pair.gradient(batch, draws_of(case.sample(variant)))
-        for name, ours in pair.tensors(gradient).items():
+        for name, ours in stored(pair.target, pair.drafter, gradient).items():
             assert_norm_close(ours, recorded_grads[f"{variant}/{name}"].numpy(), name)
 
 
@@ -190,7 +181,7 @@ def test_draft_optimiser_steps(folder):
         for ours, theirs in (("loss", "loss"), ("cross_entropy", "forward_KL")):
             assert_value(found[ours], steps[theirs][index], f"step {index} {ours}")
         assert_value(found["grad_norm"], steps["grad_norm"][index], "gradient norm", 1e-4)
-    final = pair.tensors(state.params)
+    final = stored(pair.target, pair.drafter, state.params)
     for name in (key.removeprefix("final/") for key in steps if key.startswith("final/")):
         assert_norm_close(final[name], steps[f"final/{name}"], name)
 
@@ -208,8 +199,7 @@ def assert_cached_equals(pair: MoaPair, batch: Batch, expected_BTV, response_BT)
     start_B = np.asarray(response_BT).argmax(axis=1)
     answers = zip(response_BT, start_B, strict=True)
     count_B = [int(np.argmin(np.append(row[start:], 0))) for row, start in answers]
-    given = (pair.moa, pair.drafter.params, pair.shared, batch.tokens_BT, pair.tap(batch))
-    logits_BWV = drafted_logits(*given, start_B, max(count_B))
+    logits_BWV = pair.cached(batch, start_B, max(count_B))
     for b, (start, count) in enumerate(zip(start_B, count_B, strict=True)):
         assert_close(logits_BWV[b, :count], expected_BTV[b, start : start + count], f"row {b}")
 
@@ -275,19 +265,8 @@ def test_random_draft_equals_oracle(family, num_reused, tmp_path):
         assert_close(ours[real_BT], expected.detach().numpy()[real_BT], name)
     gradient, parts = pair.gradient(batch, draws)
     assert_value(parts["loss"], losses.loss, "loss")
-    for name, ours in pair.tensors(gradient).items():
+    for name, ours in stored(pair.target, pair.drafter, gradient).items():
         assert_norm_close(ours, gradients[name].numpy(), name)
-
-
-@pytest.mark.parametrize(
-    "num_reused",
-    [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)],
-)
-def test_random_draft_cached_equals_training(num_reused, tmp_path):
-    *_, rows, sample = random_case("qwen3", num_reused)
-    pair, batch = random_opened(tmp_path, "qwen3", num_reused)
-    _, logits_BTV, _ = pair.trace(batch, train.Draws(~batch.response_BT, jnp.zeros(3, bool)))
-    assert_cached_equals(pair, batch, np.asarray(logits_BTV), rows.response_mask.numpy())
 
 
 @pytest.mark.slow
@@ -319,32 +298,6 @@ def test_draws_follow_the_schedule():
         periods = {int(np.flatnonzero(row[3:])[0]) + 3 for row in known_BT}
         assert periods == set(range(6, 15))
         assert known_BT[:, :3].all()
-
-
-def test_staircase_and_bounded_memory_as_drawn_in_the_docs():
-    known_BT = jnp.array([[1, 1, 0, 0, 1, 0]], bool)
-    segment_BT = jnp.ones((1, 6), jnp.int32)
-    start_BT = masks.known_until(known_BT, segment_BT)
-    assert start_BT.tolist() == [[0, 1, 1, 1, 4, 4]]
-    picture = lambda seen: [
-        "".join("x" if v else "." for v in row) for row in seen.mask()[0].tolist()
-    ]
-    assert picture(masks.staircase(start_BT)) == [
-        "x.....", ".x....", "..x...", "..xx..", "....x.", ".....x",
-    ]  # fmt: skip
-    assert picture(masks.bounded_memory(start_BT, segment_BT)) == [
-        "x.....", "xx....", "xx....", "xx....", "xxxxx.", "xxxxx.",
-    ]  # fmt: skip
-
-
-def test_size_of_the_papers_drafter():
-    """264.3 million parameters for Llama-3-8B (reference section 1.9)."""
-    block = BlockConfig(4096, 32, 8, 128, 14336, 1e-5, 5e5, None)
-    cfg = TargetConfig("llama", 128256, 32, block, False, 8192)
-    drafter = make(MoaConfig(4, 6144, 4, 6144, 8, 3072), cfg)
-    shapes = jax.eval_shape(drafter.init, jax.random.key(0))
-    count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    assert abs(count / 1e6 - 264.3) < 0.1
 
 
 def test_odd_layer_heads_are_refused():

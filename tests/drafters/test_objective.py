@@ -217,15 +217,6 @@ def test_weights_that_are_no_loss_are_refused(weights):
         LossConfig("cross_entropy", *weights)
 
 
-def test_periods_of_known_tokens_follow_the_config():
-    from moa_jax.drafters.moa import train
-
-    batch = batch_of()._replace(response_BT=jnp.ones((3, T), bool))
-    cfg = MaskConfig(shortest_future=4, longest_future=4)
-    known_BT = train.draw(cfg, jax.random.key(0), batch, jnp.float32(0)).known_BT
-    np.testing.assert_array_equal(known_BT, batch.position_BT % 4 == 0)
-
-
 @pytest.mark.parametrize(
     "make_config",
     [

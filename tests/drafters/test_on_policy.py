@@ -14,12 +14,11 @@ from moa_jax import load_drafter, load_target
 from moa_jax.config import MaskConfig, Objective
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import losses
-from moa_jax.drafters.moa import Moa, block_configs, decode, make, train
-from moa_jax.drafters.tree import Nodes
-from moa_jax.model import masks
+from moa_jax.drafters.moa import Moa, block_configs, make, train
 from moa_jax.model.llama import unembed
 from moa_jax.training import distillation
 from tests.compare import ARRAYS, assert_close, assert_value
+from tests.drafters.test_moa import drafted_logits
 
 LENGTHS, ROW = (20, 13), 36  # tokens of two conversations, and of a row that holds both
 PROMPT, LONGEST = 5, 3  # tokens of a prompt, and of the longest run of unknown ones
@@ -75,25 +74,6 @@ def reference_logits(moa: Moa, params, shared, batch: Batch, tapped, known_BT):
     return unembed(shared, found.feature_BTD)
 
 
-@partial(jax.jit, static_argnums=0)
-def drafted_logits(moa: Moa, params, shared, tokens_BT, tapped, start_B):
-    """Cached decoding (B, LONGEST, V): the tokens up to `start_B` are verified, and those
-    after it are fed one by one."""
-    B, T = tokens_BT.shape
-    length_B, none_B = start_B + 1, jnp.zeros_like(start_B)
-    cache = decode.init_cache(moa, B, T, jnp.float32)
-    digest = decode.condense(moa, params, none_B, tapped)
-    cache = decode.extend(moa, params, shared, cache, tokens_BT, none_B, digest)
-    found = []
-    for index in range(LONGEST):
-        token_B1 = jnp.take_along_axis(tokens_BT, length_B[:, None] + index, axis=1)
-        chain_B1X = jnp.ones((B, 1, index + 1), bool)
-        node = Nodes(token_B1, chain_B1X, length_B, length_B, index)
-        logits_B1V, cache = decode.step(moa, params, shared, cache, node)
-        found.append(logits_B1V[:, 0])
-    return jnp.stack(found, axis=1)
-
-
 def rows_of(*rows: tuple[int, ...]) -> Batch:
     """Rows that hold these of the two conversations, each a prompt and its answer."""
     random = np.random.default_rng(3)
@@ -130,7 +110,7 @@ def test_equals_cached_decoding(family, num_reused, layers, saved):
 
     starts_B = np.array(list(BLOCKS), np.int32)
     drafted_BJV = drafted_logits(
-        pair.moa, pair.params, pair.shared, batch.tokens_BT, tapped, starts_B
+        pair.moa, pair.params, pair.shared, batch.tokens_BT, tapped, starts_B + 1, LONGEST
     )
     for (start, tokens), drafted_JV in zip(BLOCKS.items(), drafted_BJV, strict=True):
         for t, expected_V in zip(tokens, drafted_JV, strict=False):
@@ -211,14 +191,3 @@ def test_option_trains_every_weight(saved):
     weights, _ = gradient(*trained_on(pair))
     for leaf in jax.tree.leaves(weights):
         assert np.isfinite(leaf).all() and np.abs(leaf).max() > 0
-
-
-def test_mask_as_drawn_in_the_docs():
-    known_BT = jnp.array([[1, 1, 0, 0, 1, 0]], bool)
-    segment_BT = jnp.ones((1, 6), jnp.int32)
-    mask = masks.on_policy(masks.known_until(known_BT, segment_BT), segment_BT).mask()
-    picture = ["".join("x" if seen else "." for seen in row) for row in mask[0].tolist()]
-    assert [f"{row[:6]}|{row[6:]}" for row in picture] == [
-        "x.....|......", "xx....|......", "xx....|..x...",
-        "xx....|..xx..", "xxxxx.|......", "xxxxx.|.....x",
-    ]  # fmt: skip

@@ -131,39 +131,6 @@ def test_the_kind_is_read_off_tensors_where_the_config_does_not_tell(pair):
 # ---- bad input ----------------------------------------------------------------------------
 
 
-def proposing(tokens):
-    return {"speculators_config": {"proposal_methods": [{"speculative_tokens": tokens}]}}
-
-
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        ({"vocab_size": 102}, "vocab_size is 102 in its files and 101 in the target"),
-        ({"hidden_size": 64}, "hidden_size is 64 in its files and 60 in the target"),
-        ({"num_hidden_layers": 6}, "num_hidden_layers is 6 in its files and 5"),
-        ({"num_key_value_heads": 1}, "num_key_value_heads is 1 in its files and 2"),
-        ({"disable_LSA": True}, "without layer self-attention"),
-        ({"cross_attention_intermediate_size": 7}, "is 7 but the tensors have 36"),
-        ({N: 6}, "target_layer_inference is 6, but the target has 5 layers"),
-        ({"method": "eagle9"}, "holds a drafter of kind 'eagle9'"),
-        ({"cross_attention_num_key_value_heads": 0}, "is 0 but the tensors have"),
-        ({"target": "x"}, "config.json holds a value of the wrong type"),
-        ({"architectures": 3}, "config.json holds a value of the wrong type"),
-        ({"method": ["moa"]}, "config.json holds a value of the wrong type"),
-        ({N: "1"}, "target_layer_inference is '1'"),
-        ({N: -1}, "target_layer_inference is -1"),
-        ({"transformer_layer_config": 3}, "config.json holds a value of the wrong type"),
-        ({"speculators_config": None}, "config.json holds a value of the wrong type"),
-        (proposing("4"), "config.json holds a value of the wrong type"),
-        (proposing(-1), "depth is 0; choose a whole number of at least 1"),
-    ],
-)
-def test_contradictions_in_the_authors_config_are_refused(pair, change, says):
-    edit_json(pair / "draft" / "config.json", **change)
-    said = refusal(load_drafter, pair / "draft", load_target(pair / "target"))
-    assert says in said and str(pair / "draft") in said
-
-
 @pytest.mark.parametrize("key", ["vocab_size", "num_hidden_layers", "head_dim"])
 def test_our_config_refuses_another_target(ours, key):
     (ours / "target" / "tokenizer.json").unlink()
@@ -219,10 +186,6 @@ def test_files_of_no_kind_are_refused(pair):
     edit_json(pair / "draft" / "config.json", architectures=["Walrus"])
     said = refusal(load_drafter, pair / "draft", load_target(pair / "target"))
     assert "holds no drafter that we recognise; choose a drafter of the kinds moa, " in said
-
-
-def test_a_whole_model_is_a_drafter_of_its_own(pair):
-    assert load_drafter(pair / "target", load_target(pair / "target")).method == "independent"
 
 
 def test_an_n_that_contradicts_the_files_is_refused(ours):
@@ -314,13 +277,6 @@ def test_an_assumed_n_is_not_written_down(pair, tmp_path, layout, capsys):
     else:
         convert(**flags)
         assert N in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flag, value", [("to", "ours"), ("method", "moa"), (N, 0)])
-def test_what_describes_a_drafter_needs_one(pair, tmp_path, flag, value):
-    shown = flag.replace("_", "-")
-    said = refusal(convert, target=pair / "target", output=tmp_path / "new", **{shown: value})
-    assert said == f"--{shown} describes a drafter; name it with --draft"
 
 
 # ---- the real pair ------------------------------------------------------------------------

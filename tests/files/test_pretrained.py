@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +17,7 @@ import torch
 import transformers
 from safetensors.numpy import save_file
 
-from moa_jax.files import device_loader, model_folder
-from moa_jax.model import convert
+from moa_jax.files import model_folder
 from moa_jax.model.quantize import quantize_params
 from moa_jax.pretrained import (
     SpecialIds,
@@ -36,7 +33,6 @@ from tests.conftest import golden_cases
 from tests.model_folders import (
     assert_same_tensors,
     edit_json,
-    edit_tensors,
     refusal,
     tensors_of,
 )
@@ -120,28 +116,6 @@ def test_weights_are_quantized_as_they_are_loaded(pair):
     assert_same_trees(shared, borrow(expected))
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_weights_that_are_not_finite_are_not_quantized(pair, wrong):
-    name = "model.layers.0.mlp.down_proj.weight"
-    damaged = tensors_of(pair / "target")[name].copy()
-    damaged[3, 5] = wrong
-    edit_tensors(pair / "target", **{name: damaged})
-    said = refusal(load_target, pair / "target", weights="int8")
-    file = pair / "target" / "model.safetensors"
-    assert said.startswith(f"{file}: {name} holds values that are not finite")
-    load_target(pair / "target")  # as before: what is not quantized is not looked at
-
-
-def test_a_dead_channel_is_quantized(pair):
-    name = "model.layers.0.mlp.down_proj.weight"
-    dead = tensors_of(pair / "target")[name].copy()
-    dead[3] = 0
-    edit_tensors(pair / "target", **{name: dead})
-    params = load_target(pair / "target", weights="int8").params
-    kernel = params["layers"][0]["mlp"]["down"]["kernel"]
-    assert float(kernel.scale[3]) == 1 and not np.any(kernel.values[:, 3])
-
-
 def test_formats_are_refused_where_there_are_none(pair, monkeypatch):
     assert refusal(load_target, pair / "target", weights="int4") == (
         "weights 'int4'; choose int8 or fp8, or none"
@@ -205,33 +179,10 @@ def test_special_ids_survive(pair, tmp_path, written):
     assert stored_dtype(tmp_path / "new") == "bfloat16"
 
 
-def test_special_ids_come_from_the_tokenizer_unless_given(pair, tmp_path):
-    tokenizer = tmp_path / "tokenizer"
-    tokenizer.mkdir()
-    added = [{"id": 4, "content": "<end>"}, {"id": 5, "content": "<pad>"}]
-    (tokenizer / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
-    settings = {"eos_token": {"content": "<end>"}, "pad_token": "<pad>"}
-    (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
-    target = load_target(pair / "target")
-    new = save_target(tmp_path / "new", target.config, target.params, tokenizer)
-    assert describe_target(new).generation == SpecialIds((4,), 5)
-    assert (new / "tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
-
-
 def test_generation_config_goes_before_config(pair):
     edit_json(pair / "target" / "generation_config.json", eos_token_id=[9, 10])
     edit_json(pair / "target" / "config.json", eos_token_id=3, pad_token_id=0)
     assert load_target(pair / "target").generation == SpecialIds((9, 10), 0)
-
-
-def test_harmless_extra_tensors_are_passed_over(saved, tmp_path):
-    shutil.copytree(saved / "qwen2" / "target", tmp_path / "target")
-    head = tensors_of(tmp_path / "target")["model.embed_tokens.weight"]
-    extras = {"lm_head.weight": head, "model.rotary_emb.inv_freq": 1e6 ** -np.arange(0, 1, 0.25)}
-    edit_tensors(tmp_path / "target", **extras)
-    target = load_target(tmp_path / "target")
-    assert "lm_head" not in target.params
-    assert load_drafter(tmp_path / "target", target, method="independent").params
 
 
 def test_a_kind_without_files_is_not_looked_for_in_a_folder(pair):
@@ -346,30 +297,3 @@ def test_each_array_is_born_in_its_sharding(saved, layers, turned_on_host):
     flags = "--xla_force_host_platform_device_count=4"
     given = (str(saved / "llama" / "target"), layers, str(turned_on_host))
     assert run_python(SHARDED, *given, XLA_FLAGS=flags) == "4\n"
-
-
-@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32", "float64", "mixed"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_devices_turn_matrices_as_the_host_does(stored, dtype, tmp_path, monkeypatch):
-    """Bit by bit: subnormal numbers, infinities, and halves between two numbers too."""
-    rng = np.random.default_rng(0)
-    halves = rng.integers(0, 1 << 16, (8, 16), dtype=np.uint16)
-    tensors = {
-        "q": rng.normal(size=(24, 16)),
-        "k": np.nan_to_num(halves.view(np.float16)).astype(np.float32) * 1e-38,
-        "v": np.nan_to_num(halves.view(ml_dtypes.bfloat16).astype(np.float32)),
-    }
-    with np.errstate(over="ignore"):
-        mixed = {"q": "bfloat16", "k": "float16", "v": "float32"}
-        dtypes = mixed if stored == "mixed" else dict.fromkeys(tensors, stored)
-        tensors = {name: tensor.astype(dtypes[name]) for name, tensor in tensors.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    packing = convert.kernel((None,) * 4, tuple("qkv"), 16, (2, 3, 4), (2, 1, 4), (2, 1, 4))
-    reader = model_folder.open_tensors(tmp_path)
-    loaded = []
-    for turned_on_host in (1 << 24, 0):
-        monkeypatch.setattr(device_loader, "TURNED_ON_HOST", turned_on_host)
-        loaded.append(np.asarray(device_loader.read_params(reader, {(): packing}, dtype)))
-    host, device = loaded
-    assert host.dtype == device.dtype == np.dtype(dtype) and host.shape == (16, 2, 5, 4)
-    assert host.tobytes() == device.tobytes()

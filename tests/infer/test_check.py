@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,16 +28,9 @@ FIGURES = {
 
 
 @pytest.fixture
-def ask(capsys):
+def ask(run):
     """Runs the program; gives its exit code, stdout and stderr."""
-
-    def ask(*flags: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            run(check.main, list(map(str, flags)))
-        out, err = capsys.readouterr()
-        return end.value.code, out, err
-
-    return ask
+    return functools.partial(run, "infer.check")
 
 
 @pytest.fixture(scope="module")
@@ -237,23 +230,3 @@ def test_a_damaged_golden_file_is_refused(ask, folder, tmp_path, lines, damage, 
     path.write_text(damage(lines))
     code, out, err = ask("--target", folder / "target", "--reference", path)
     assert code == 2 and not out and fault in one_line(err)
-
-
-@pytest.mark.parametrize(
-    ("flags", "fault"),
-    [
-        ("--reference /nowhere.jsonl", "no such file; give transformers or a golden file"),
-        ("--reference README.md --prompt x", "brings its own prompts"),
-        ("--reference README.md --write-golden g.jsonl", "leave out --prompt"),
-        ("--reference README.md", "README.md"),
-        ("--write-golden /nowhere/g.jsonl", "no file can be written there"),
-        ("--write-golden g.jsonl --dtype bfloat16", "keeps a run in float32"),
-        ("--write-golden g.jsonl --weights int8", "leave out --dtype and --weights"),
-        ("--target t.gguf", "accelerate is missing"),
-        ("--reference transformers", "torch is missing"),
-    ],
-)
-def test_refused_flags_of_check(flags, fault, monkeypatch):
-    if "missing" in fault:
-        monkeypatch.setitem(sys.modules, fault.split()[0], None)
-    assert fault in refusal(check.main, flags.split())

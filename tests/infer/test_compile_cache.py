@@ -61,25 +61,6 @@ def test_a_second_start_compiles_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_cache_is_bounded(tmp_path):
-    start(1, XDG_CACHE_HOME=str(tmp_path))
-    one = max(path.stat().st_size for path in entries(tmp_path))
-    most = 3 * one
-    start(8, XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_MAX_SIZE=str(most))
-    assert 0 < sum(path.stat().st_size for path in entries(tmp_path)) <= most
-
-
-@pytest.mark.slow
-def test_without_a_bound_everything_is_kept(tmp_path):
-    """jax then writes no second file beside a program's own."""
-    unbounded = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_MAX_SIZE": "-1"}
-    start(1, **unbounded)
-    for path in entries(tmp_path):
-        os.utime(path, (0, 0))
-    assert start(1, **unbounded)["hits"] == len(entries(tmp_path)) > 0
-
-
-@pytest.mark.slow
 def test_a_program_that_another_one_starts_is_silent_too(tmp_path):
     """It finds the folder set, and so does not take it for the user's own."""
     folder = start(1, XDG_CACHE_HOME=str(tmp_path))["folder"]

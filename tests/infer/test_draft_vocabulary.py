@@ -17,7 +17,6 @@ from infer.bench.candidates import describe, load_candidates
 from infer.cli.flags import auto
 from infer.cli.flags import pair as pair_flags
 from infer.cli.flags import vocabulary as vocabulary_flags
-from infer.cli.program import run
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.data.tokenizer import train_tokenizer
@@ -192,7 +191,7 @@ def test_without_a_draft_or_a_file_nothing_is_said(folder, opened):
 
 
 @pytest.mark.usefixtures("large")
-def test_a_head_of_its_own_leaves_the_file_alone(folder, opened, capsys):
+def test_a_head_of_its_own_leaves_the_file_alone(folder, opened, run):
     """Even a damaged one; with the flag it is refused."""
     shutil.copytree(folder / "target", folder / "small")
     (folder / "small" / FILE).write_bytes(b"half a file")
@@ -200,28 +199,20 @@ def test_a_head_of_its_own_leaves_the_file_alone(folder, opened, capsys):
     session, err = opened(*pair)
     assert session.vocabulary is None and "drafts from" not in err
     flags = [*pair, "--prompt-ids", "5", "--draft-vocabulary", f"{folder}/draft"]
-    assert "independent has a head of its own" in refused(flags, capsys)
-
-
-def refused(flags: list[str], capsys: pytest.CaptureFixture) -> str:
-    """The one line with which infer.generate refuses its input."""
-    with pytest.raises(SystemExit) as end:
-        run(generate.main, flags)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2
-    return line
+    assert "independent has a head of its own" in run("infer.generate", *flags).refusal()
 
 
 @pytest.mark.usefixtures("large")
-def test_a_file_that_does_not_fit_is_one_line(folder, capsys):
+def test_a_file_that_does_not_fit_is_one_line(folder, run):
     flags, file = [*named(folder), "--prompt-ids", "5"], folder / "draft" / FILE
+    refused = lambda: run("infer.generate", *flags).refusal()
     tensors = load_file(file)
     save_file(tensors | {"t2d": tensors["t2d"][:299]}, file)
-    assert f"{file}: t2d has 299 entries and the target 300" in refused(flags, capsys)
+    assert f"{file}: t2d has 299 entries and the target 300" in refused()
     save_file(tensors, file, {"vocabulary": "9:" + "0" * 64})
-    assert "was made for another tokenizer" in refused(flags, capsys)
+    assert "was made for another tokenizer" in refused()
     file.write_bytes(b"half a file")
-    assert f"{file} cannot be read as safetensors" in refused(flags, capsys)
+    assert f"{file} cannot be read as safetensors" in refused()
 
 
 @pytest.mark.slow

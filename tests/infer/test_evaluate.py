@@ -6,8 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,16 +13,14 @@ from infer import evaluate
 from infer.bench import candidates
 from infer.bench.candidates import Candidate
 from infer.bench.question_runner import QuestionRunner
-from infer.bench.suites import PAPER, Question
-from moa_jax import InputError, Result, Session, load_target
-from moa_jax.config import MoaConfig, Sampling
+from infer.bench.suites import Question
+from moa_jax import InputError, Result, Session, load_drafter, load_target
+from moa_jax.config import Sampling
 from moa_jax.data import chat
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.draft_vocabulary import save_vocabulary, vocabulary_of
-from moa_jax.drafters import DRAFTERS
 from moa_jax.pretrained import save_drafter
 from tests.model_folders import refusal
-from tests.train.test_regenerate import save_talkative_target
 
 DIGITS = "1234567 " * 4  # a token each, so that all prompts are alike
 QUESTIONS = [
@@ -36,13 +32,11 @@ QUESTIONS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A small random pair with one drafter in two folders, and questions for it."""
+def folder(talkative, tmp_path_factory) -> Path:
+    """A small random pair, and questions for it."""
     folder = tmp_path_factory.mktemp("pair")
-    target = load_target(save_talkative_target(folder), jnp.float32)
-    config = MoaConfig(1, 24, 1, 24, 1, 16)
-    params = jax.jit(DRAFTERS["moa"].make(config, target.config).init)(jax.random.key(1))
-    save_drafter(folder / "draft", "moa", config, params, target)
+    for name in ("target", "draft"):
+        (folder / name).symlink_to(talkative / name)
     text = "".join(json.dumps(question) + "\n" for question in QUESTIONS)
     (folder / "talk.jsonl").write_text(text)
     return folder
@@ -174,13 +168,6 @@ def test_a_run_that_was_cut_goes_on(resumed, finished):
         assert ours["token_ids"] == theirs["token_ids"] and ours["wall_time"] != theirs["wall_time"]
 
 
-def test_answers_of_another_run_are_refused(resumed):
-    with pytest.raises(InputError, match="another run, with other answers; choose another --out"):
-        resumed("--max-new-tokens", "25")
-    with pytest.raises(InputError, match="another run, with other models; choose another --outp"):
-        resumed("--sampled-drafts")
-
-
 def test_a_changed_answer_is_noticed(folder, tmp_path, monkeypatch, capsys):
     """The negative control: drafts that change a token must not pass."""
     honest = Session.generate
@@ -202,19 +189,11 @@ def test_a_changed_answer_is_noticed(folder, tmp_path, monkeypatch, capsys):
     assert "1 answers DIFFER" in (tmp_path / "run" / "report.md").read_text()
 
 
-def test_refused_flags(folder, tmp_path):
-    again = lambda *more: refusal(evaluate.main, flags(folder, tmp_path / "run", *more))
-    assert "two drafters are named a-chain" in again("--draft", f"a={folder}/draft")
-    assert "--draft a/b=c; write NAME=DIR" in again("--draft", "a/b=c")
-    assert "a=b,k=2: k is no option; choose from method, n" in again("--draft", "a=b,k=2")
-    assert "n=x is no number of layers" in again("--draft", "a=b,n=x")
-    assert "choose from chain, tree" in again("--modes", "chain,forest")
-    assert "nothing to compare" in again("--modes", "plain,chain")
-    assert "leave out --mode" in again("--modes", "chain", "--mode", "tree")
+def test_questions_that_are_all_too_long_are_refused(folder, tmp_path):
     (tmp_path / "long.jsonl").write_text(json.dumps(QUESTIONS[2]) + "\n")
-    line = again("--suite", str(tmp_path / "long.jsonl"))
+    more = flags(folder, tmp_path / "run", "--suite", str(tmp_path / "long.jsonl"))
+    line = refusal(evaluate.main, more)
     assert "no question is left (too long for the target); use" in line
-    assert "--sources chooses among --conversations" in again("--sources", "star")
 
 
 @pytest.mark.parametrize(
@@ -240,10 +219,9 @@ def loaded(*flags: str) -> dict[str, Candidate]:
 
 
 def test_each_drafter_has_options_of_its_own(folder, tmp_path):
-    target = load_target(folder / "target", jnp.float32)
-    config = MoaConfig(1, 24, 1, 24, 1, 16)
-    params = jax.jit(DRAFTERS["moa"].make(config, target.config).init)(jax.random.key(1))
-    plain = save_drafter(tmp_path / "silent", "moa", config, params, target, layout="authors")
+    drafter = load_drafter(folder / "draft", target := load_target(folder / "target"))
+    given = ("moa", drafter.config, drafter.params, target)
+    plain = save_drafter(tmp_path / "silent", *given, layout="authors")
     where = ["--target", f"{folder}/target", "--draft", f"a={folder}/draft"]
     found = loaded(*where, "--draft", f"b={plain},n=2", "--draft", f"c={plain},method=moa")
     reused = {
@@ -263,18 +241,6 @@ def test_a_draft_vocabulary_is_for_those_that_can_take_it(folder, tmp_path, caps
     assert narrowed == {"plain": False, "lookup-chain": False, "a-chain": True}
     with pytest.raises(InputError, match="kind lookup has a head of its own"):
         loaded(*where)
-
-
-@pytest.mark.slow
-def test_the_demo_in_two_modes(tmp_path, capsys):
-    tree = ["--depth", "4", "--breadth", "3", "--total-tokens", "8", "--limit", "1"]
-    command = ["--suite", "demo", "--modes", "chain,tree", *tree, "--output", str(tmp_path)]
-    assert not evaluate.main(command)
-    text = capsys.readouterr().out
-    sets = " | ".join(f"demo-{name}" for name in PAPER)
-    assert f"| decoder | {sets} | all |" in text and "paper" not in text
-    assert "| bundled-chain |" in text and "| bundled-tree |" in text
-    assert "Each of the 12 drafted answers is the same as plain decoding's." in text
 
 
 class ScriptedSession:

@@ -1,24 +1,17 @@
 """`infer.generate` as programs and people call it."""
 
-import io
 import json
-import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from infer import generate
-from infer.cli.program import run
 from moa_jax import Session, load_target
 from moa_jax.config import Sampling
 from moa_jax.data.tokenizer import train_tokenizer
 from moa_jax.decode import step
-from moa_jax.decode.session import rows_of
-from tests.conftest import arrays_of, golden_cases
 from tests.model_folders import save_random_pair
 
 RESULT_KEYS = {
@@ -39,16 +32,9 @@ def folders(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture
-def ask(folders, capsys):
+def ask(folders, run):
     """Runs the program; gives its exit code, stdout and stderr."""
-
-    def ask(*flags: str, models: list[str] = folders) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            run(generate.main, [*models, *flags])
-        out, err = capsys.readouterr()
-        return end.value.code, out, err
-
-    return ask
+    return lambda *flags: run("infer.generate", *folders, *flags)
 
 
 def test_json_is_the_contract(ask, folders):
@@ -63,19 +49,6 @@ def test_json_is_the_contract(ask, folders):
     assert result["token_ids"] == plain.token_ids
     assert document["settings"]["mode"] == "auto" and document["settings"]["depth"] == 5
     assert set(result["drafted"]) == {4} and len(result["drafted"]) == result["rounds"]
-
-
-def test_a_target_alone_gets_prompt_lookup(ask, folders):
-    """One line says so; the tokens are those of plain decoding, which needs no drafter."""
-    notice = f"no --draft: prompt lookup drafts for {folders[1]} (--mode plain turns it off)"
-    flags, documents = ["--prompt-ids", "5,6,7,5,6", "--max-new-tokens", "40", "--json"], {}
-    for mode in ("auto", "chain", "plain"):
-        code, out, err = ask(*flags, "--mode", mode, models=folders[:2])
-        documents[mode] = json.loads(out)
-        assert code == 0 and err.splitlines().count(notice) == (mode != "plain")
-        assert documents[mode]["settings"]["draft"] == (None if mode == "plain" else "lookup")
-    tokens = [document["results"][0]["token_ids"] for document in documents.values()]
-    assert tokens[0] == tokens[1] == tokens[2]
 
 
 @pytest.mark.slow
@@ -112,46 +85,12 @@ def test_weights_in_eight_bits(ask, folders):
     assert result["token_ids"] == plain.token_ids
 
 
-@pytest.mark.parametrize("folder", golden_cases("moa_llama_trained", "generate.npz"))
-def test_json_equals_recorded_draft(folder, ask):
-    arrays = arrays_of(folder / "generate.npz")
-    prompt, whole = (arrays[f"p0/{name}"].reshape(-1).tolist() for name in ("prompt", "vanilla"))
-    models = ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
-    flags = ["--mode", "chain", "--json", "--max-new-tokens", str(len(whole) - len(prompt))]
-    _, out, _ = ask("--prompt-ids", ",".join(map(str, prompt)), *flags, models=models)
-    assert prompt + json.loads(out)["results"][0]["token_ids"] == whole
-
-
 def test_text_streams_and_compares(ask, monkeypatch):
     monkeypatch.setattr("infer.bench.compare.SECONDS", 0.0)
     flags = ["--max-new-tokens", "8", "--mode", "chain", "--compare"]
     code, out, err = ask("--prompt", "Good morning", *flags)
     assert code == 0 and out.endswith("\n")
     assert "| chain |" in err and "chain writes the same tokens" in err and "once each" in err
-
-
-@pytest.mark.slow  # tests/decode/test_sampling_texts.py has the theorem
-def test_tree_of_samples_equals_plain_samples(ask):
-    """The same seed gives the same text, whatever is drafted; --check says so."""
-    flags = ["--prompt", "Good morning", "--max-new-tokens", "12", "--json", "--temperature", "0.8"]
-    ids = {}
-    for seed in ("1", "2"):
-        tree = [
-            "--mode",
-            "tree",
-            "--depth",
-            "4",
-            "--breadth",
-            "3",
-            "--total-tokens",
-            "8",
-            "--check",
-        ]
-        code, out, _ = ask(*flags, "--seed", seed, *tree)
-        (result,) = json.loads(out)["results"]
-        assert code == 0 and result["difference"] is None
-        ids[seed] = result["token_ids"]
-    assert ids["1"] != ids["2"]
 
 
 @pytest.mark.slow
@@ -221,12 +160,6 @@ def test_prompts_from_a_file(ask, tmp_path):
     assert first["token_ids"] == second["token_ids"]
 
 
-def test_prompt_from_stdin(ask, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Good morning"))
-    _, out, _ = ask("--json", "--max-new-tokens", "4")
-    assert len(json.loads(out)["results"]) == 1
-
-
 @pytest.fixture
 def chat(ask, monkeypatch):
     """Says some lines in a chat; gives the prompts, and the programs compiled by each answer."""
@@ -266,69 +199,11 @@ def test_a_chat_grows_without_compiling(chat):
     assert compiled == [2] * 8
 
 
-def test_vllm_speculative_config(ask, folders):
-    config = {"method": "moa", "model": folders[3], "num_speculative_tokens": 1}
-    flags = ["--prompt-ids", "5,6", "--json", "--max-new-tokens", "4"]
-    _, out, _ = ask("--speculative-config", json.dumps(config), *flags, models=folders[:2])
-    assert json.loads(out)["settings"]["depth"] == 2
-
-
 def test_plain_decoding_gets_the_same_cache(ask, monkeypatch):
     made = []
     monkeypatch.setattr(generate, "Session", lambda *_, **rest: made.append(rest))
     code, *_ = ask("--prompt-ids", "5", "--check", "--cache-rows", "36")
     assert code == 2 and made == [{"cache_rows": 36}]
-
-
-def test_a_prompt_alone_is_decoded_as_its_row():
-    sampling = Sampling(0.8, seed=2**32 - 1)
-    ask = generate.Asking(None, None, None, SimpleNamespace(stop_ids=None), sampling, None)
-    assert [ask.settings(i)["sampling"] for i in range(3)] == rows_of(sampling, 3)
-
-
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (["--prompt-ids", "1,x"], "'1,x' is not a list of token ids"),
-        (["--prompt-ids", "300"], "outside the vocabulary of 300"),
-        (["--prompt-ids", ""], "prompt 0 is empty"),
-        (["--prompt", "  "], "prompt is empty"),
-        (["--prompt-ids", "5", "--max-new-tokens", "500"], "256 positions"),
-        (["--prompt-ids", "5", "--max-new-tokens", "0"], "at least 1"),
-        (["--prompt-ids", "5", "--depth", "0"], "'0' is not a whole number"),
-        (["--prompt-ids", "5", "--temperature", "-1"], "temperature is -1.0"),
-        (["--prompt-ids", "5", "--top-p", "0"], "top_p is 0.0; choose above 0"),
-        (["--prompt-ids", "5", "--top-p", "1.5"], "top_p is 1.5"),
-        (["--prompt-ids", "5", "--logit-bias", "5"], "write ids and numbers"),
-        (["--prompt-ids", "5", "--logit-bias", "300:1"], "names the id 300"),
-        (["--prompt-ids", "5", "--stop", ""], "never writes this text"),
-        (["--prompt-ids", "5", "--stop", "<|end|>"], "never writes this text"),
-        (["--prompt-ids", "5", "--mode", "tree", "--breadth", "301"], "breadth 301 is more than"),
-        (["--prompt-ids", "5", "--mode", "tree", "--total-tokens", "0"], "'0' is not a whole"),
-        (["--prompt-ids", "5", "--breadth", "3"], "use it with --mode tree"),
-        (["--prompt-ids", "5", "--draft-vocabulary", "nowhere"], "nowhere"),
-        (["--prompt-ids", "5", "--json", "--compare"], "leave out --json"),
-        (["--prompt-ids", "5", "--speculate"], "unrecognized arguments: --speculate"),
-        (["--prompt-ids", "5", "--speculative-config", "{"], "not JSON"),
-        (["--prompt-ids", "5", "--speculative-config", '{"draft_k": 3}'], "draft_k has no meaning"),
-        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--prompt-ids", "5", "--weights", "int4"], "choose from 'int8', 'fp8'"),
-        (["--prompt-ids", "5", "--weights", "fp8"], "fp8 weights need an NVIDIA GPU"),
-        (["--prompt-ids", "5", "--cache-rows", "36"], "a cache of 128 rows is too small"),
-        (["--prompt-ids", "5", "--batch", "2"], "--batch 2 is for --json"),
-        (["--prompt-ids", "5", "--logprobs", "2"], "--logprobs 2 is for --json"),
-        (["--prompt-ids", "5", "--json", "--logprobs", "21"], "21 top tokens; choose from 0"),
-        (["--prompt-ids", "5", "--presence-penalty", "3"], "presence_penalty is 3.0; choose from"),
-        (["--prompt-ids", "5", "--stop-ids", "2,300"], "--stop-ids names the id 300"),
-        (["--prompt-ids", "5", "--stop-ids", "-1"], "--stop-ids names the id -1"),
-        (["--prompt-ids", "5", "--check", "--sampled-drafts", "--temperature", "1"], "leave out"),
-    ],
-)
-def test_bad_flags_are_one_line_and_exit_2(ask, flags, line):
-    code, out, err = ask(*flags)
-    notices, last = err.strip().split("\n")[:-1], err.strip().split("\n")[-1]
-    assert code == 2 and out == "" and line in last, err
-    assert all("target_layer_inference" in notice for notice in notices)
 
 
 @pytest.mark.parametrize(
@@ -349,16 +224,3 @@ def test_bad_prompt_files_name_the_line(ask, tmp_path, content, line):
     file.write_text(content)
     code, _, err = ask("--prompts", str(file), "--json")
     assert code == 2 and line in err.strip().split("\n")[-1]
-
-
-def test_runs_as_a_module():
-    """`python -m infer.generate` with a wrong folder: one line on stderr, exit 2."""
-    command = [sys.executable, "-m", "infer.generate", "--target", "no-such-folder"]
-    command += ["--mode", "plain", "--prompt-ids", "1"]
-    environment = {"HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "PATH": ""}
-    environment["JAX_COMPILATION_CACHE_DIR"] = ""  # the user's cache is not for tests
-    found = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2]
-    )
-    assert found.returncode == 2 and found.stdout == ""
-    assert found.stderr.count("\n") == 1 and "no-such-folder" in found.stderr

@@ -1,4 +1,4 @@
-"""The flags of a pair: vLLM's JSON, and how deep a draft may be."""
+"""The flags of a pair: vLLM's JSON, prompt lookup, shapes of drafts, cores."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from infer.cli import program
 from infer.cli.flags import pair
 from moa_jax.config import DraftShape
-from moa_jax.errors import InputError
 from tests.model_folders import refusal
 
 
@@ -48,37 +46,6 @@ def test_vllms_json_is_spread_over_our_flags(monkeypatch):
     assert (args.method, args.draft, pair.shape_of(args, None).depth) == ("moa", "folder", 4)
 
 
-@pytest.mark.parametrize(
-    "config, says",
-    [
-        ({"method": 3}, "method is 3; give text"),
-        ({"model": None}, "model is None; give text"),
-        ({"num_speculative_tokens": "4"}, "is '4'; give a whole number of at least 1"),
-        ({"num_speculative_tokens": True}, "is True; give a whole number"),
-        ({"num_speculative_tokens": 2.0}, "is 2.0; give a whole number"),
-        ({"num_speculative_tokens": 0}, "is 0; give a whole number of at least 1"),
-        ({"draft_tensor_parallel_size": 1}, "has no meaning here"),
-    ],
-)
-def test_values_of_the_wrong_type_are_refused(config, says):
-    said = refusal(pair.load_pair, parse(*speculative(**config)))
-    assert said.startswith("--speculative-config: ") and says in said
-
-
-@pytest.mark.parametrize(
-    "config, flag",
-    [
-        ({"num_speculative_tokens": 3}, "--depth"),
-        ({"num_speculative_tokens": 3}, "--num-speculative-tokens"),
-        ({"method": "moa"}, "--method"),
-        ({"model": "folder"}, "--draft"),
-    ],
-)
-def test_nothing_is_said_twice(config, flag):
-    said = refusal(pair.load_pair, parse(*speculative(**config), flag, "5"))
-    assert said == f"--speculative-config states {next(iter(config))}; leave out {flag}"
-
-
 def test_a_target_alone_gets_prompt_lookup_unless_drafting_is_split(monkeypatch, capsys):
     for flags in ((), ("--mode", "auto"), ("--mode", "chain"), ("--method", "lookup")):
         assert loading(monkeypatch, "--target", "x", *flags).draft == "lookup"
@@ -87,25 +54,9 @@ def test_a_target_alone_gets_prompt_lookup_unless_drafting_is_split(monkeypatch,
     assert loading(monkeypatch, "--target", "x", "--mode", "plain").draft is None
     assert loading(monkeypatch).draft is None  # the bundled pair
     assert capsys.readouterr().err == ""
-    said = refusal(pair.load_pair, parse("--target", "x", "--method", "moa"))
-    assert said == "--method moa describes a drafter; name it with --draft"
     for kind in ("split", "for_client"):
         said = refusal(pair.load_pair, parse("--target", "x"), **{kind: True})
         assert said == "--target without --draft; name its drafter"
-
-
-@pytest.mark.parametrize("flag", ["--depth", "--num-speculative-tokens"])
-def test_depths_below_1_are_refused(flag, capsys):
-    for value in ("0", "-1"):
-        with pytest.raises(SystemExit):
-            parse(flag, value)
-        assert "is not a whole number of at least 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flag", ["--depth", "--num-speculative-tokens"])
-def test_a_depth_is_at_most_64(flag):
-    with pytest.raises(InputError, match="choose at most 64"):
-        pair.shape_of(parse(flag, "65"), None)
 
 
 def test_depths():
@@ -121,28 +72,6 @@ def test_tree_flags(tmp_path):
     (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
     static = DraftShape.static([[0], [1], [0, 0]])
     assert shape("--paths", str(tmp_path / "tree.json")) == static
-    (tmp_path / "tree.json").write_text("[[0")
-    assert "is no JSON list of paths" in refusal(shape, "--paths", str(tmp_path / "tree.json"))
-    assert "leave out --depth" in refusal(shape, "--paths", "x", "--depth", "3")
-    chain = lambda *flags: pair.shape_of(parse(*flags), 4)
-    assert "use it with --mode tree" in refusal(chain, "--breadth", "3")
-
-
-@pytest.mark.parametrize(
-    ("flags", "mode", "shape"),
-    [
-        (["--depth", "1"], "plain", DraftShape(1)),
-        (["--mode", "chain"], "chain", DraftShape(6)),
-        (["--mode", "tree", "--depth", "4"], "tree", DraftShape(4, 8, 62)),
-    ],
-)
-def test_a_session_drafts_as_the_flags_say(monkeypatch, flags, mode, shape):
-    made = []
-    monkeypatch.setattr(pair, "Session", lambda *models, **rest: made.append((*models, rest)))
-    drafter = SimpleNamespace(depth=6)
-    pair.open_session(parse(*flags), "target", drafter, cache_rows=99)
-    assert made == [("target", drafter, shape, {"vocabulary": None, "cache_rows": 99})]
-    assert pair.kind_of(shape) == mode
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import io
 import os
@@ -46,12 +45,6 @@ def test_a_bad_flag_is_one_line_and_exit_2(line, capsys):
     assert shown.out == ""
     assert shown.err.startswith("infer.toy: ") and shown.err.count("\n") == 1
     assert flags[0] in shown.err and "--help" in shown.err
-
-
-def test_positive_takes_whole_numbers_from_1():
-    assert (program.positive("1"), program.positive("20")) == (1, 20)
-    with pytest.raises(argparse.ArgumentTypeError, match="'0' is not a whole number of at least 1"):
-        program.positive("0")
 
 
 def test_version(capsys):
@@ -141,11 +134,6 @@ def test_a_fault_of_ours_keeps_its_traceback():
 
     with pytest.raises(ValueError, match="ours"):
         program.run(main)
-
-
-def test_codes_pass_through():
-    assert exit_code(lambda arguments: None) == 0
-    assert exit_code(lambda arguments: 3) == 3
 
 
 def test_a_closed_pipe_is_quiet():

@@ -6,33 +6,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 
-from infer import bench, evaluate, generate, serve, server
-from infer.cli.program import BAD_INPUT, run
 from infer.info import ROOT
 from moa_jax import Session, load_target
-from moa_jax.config import MoaConfig
-from moa_jax.drafters import DRAFTERS
-from moa_jax.pretrained import save_drafter
 from tests.infer.mesh_run import PROMPT
-from tests.train.test_regenerate import save_talkative_target
-from train import regenerate
 
 NEW = 9
 CHAT = {"messages": [{"role": r, "content": "12345"} for r in ("user", "assistant")]}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(talkative, tmp_path_factory) -> Path:
     """A small random pair and a conversation."""
     folder = tmp_path_factory.mktemp("pair")
-    target = load_target(save_talkative_target(folder), jnp.float32)
-    config = MoaConfig(2, 24, 2, 24, 2, 16)
-    params = jax.jit(DRAFTERS["moa"].make(config, target.config).init)(jax.random.key(1))
-    save_drafter(folder / "draft", "moa", config, params, target)
+    for name in ("target", "draft"):
+        (folder / name).symlink_to(talkative / name)
     (folder / "chats.jsonl").write_text(json.dumps(CHAT) + "\n")
     return folder
 
@@ -81,24 +71,3 @@ def test_server(told, folder):
     (row,) = json.loads(document)["results"]
     prompt = [int(part) for part in PROMPT.split(",")]
     assert row["token_ids"] == plain(folder, prompt)
-
-
-@pytest.mark.parametrize(
-    "program, flags",
-    [
-        (generate, ["--prompt", "x"]),
-        (bench, []),
-        (evaluate, []),
-        (serve, ["--port", "0"]),
-        (server, ["--port", "0"]),
-        (regenerate, ["--prompts", "chats.jsonl", "--output", "new", "--target", "target"]),
-    ],
-    ids=lambda each: getattr(each, "__name__", None),
-)
-def test_a_mesh_that_cannot_be_is_bad_input(program, flags, folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    with pytest.raises(SystemExit) as end:
-        run(program.main, [*flags, "--mesh", "tensor=64"])
-    said = capsys.readouterr()
-    assert end.value.code == BAD_INPUT and not said.out
-    assert "mesh tensor=64,data=1 needs 64 devices" in said.err.splitlines()[-1]

@@ -90,11 +90,15 @@ def test_kernels_equal_the_einsum(case, kernel):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of programs for CPUs")
-@pytest.mark.parametrize("longest, read", [(150, 150), (151, 300), (300, 300), (301, 600)])
 @pytest.mark.parametrize(
-    "T, X, first, dtype",
-    [(1, 1, 0, "float32"), (3, 3, 1, "float32"), (2, 5, 0, "bfloat16"), (2, 0, 0, "float32")],
-    ids=["plain", "tree", "level", "memory"],
+    "longest, read, T, X, first, dtype",
+    [
+        (150, 150, 1, 1, 0, "float32"),
+        (151, 300, 3, 3, 1, "float32"),
+        (300, 300, 2, 0, 0, "float32"),
+        (301, 600, 2, 5, 0, "bfloat16"),
+    ],
+    ids=["plain", "tree", "memory", "level"],
 )
 def test_a_cpu_reads_of_long_caches_what_texts_have_come_to(T, X, first, dtype, longest, read):
     """Rows that nobody has come to may hold anything; the rest is what all at once would be."""
@@ -123,21 +127,6 @@ def test_halves_of_a_head_fill_a_product():
     np.testing.assert_allclose(mixed, by_einsum(*given, sight)[0], atol=2e-6)
     (packed, _, past), _ = drawn([100], (1, 2, 2, 3, 16), 128, 3)
     assert not decode_gpu.is_possible(packed, past)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_line_needs_no_matrix(kernel):
-    """A chain known when the program is traced is kept as its length; the result is the same."""
-    given, length_B = drawn([100, 3], (2, 1, 2, 70, 64), 256, 70)
-    known = masks.cache_mask(length_B, masks.causal_tree(70))
-    assert known.ancestor_BTX is None
-    unknown = masks.cache_mask(length_B, jnp.asarray(masks.causal_tree(70)))
-    assert unknown.ancestor_BTX is not None
-    for sight in (known, unknown):
-        mixed, _ = jax.jit(KERNELS[kernel])(*given, sight)
-        expected, _ = by_einsum(*given, unknown)
-        np.testing.assert_allclose(mixed, expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

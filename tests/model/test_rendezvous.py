@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,6 @@ from moa_jax.runtime import rendezvous
 from moa_jax.runtime.multihost import Failure, ProcessGroup
 from moa_jax.runtime.rendezvous import ProcessSpec, connect
 from tests.meeting import free_port, wait_for
-from tests.train.test_processes import PROGRAM, ROOT
 
 REJECTED = "rejected a connection that did not identify itself"
 
@@ -152,17 +149,3 @@ def test_a_port_that_is_taken_is_named():
     assert line.startswith(
         f"cannot open port {port} for the other processes: Address already in use"
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "process, line", [(0, "processes [1] of 2 did not connect"), (1, "process 0 did not answer")]
-)
-def test_a_program_that_is_left_alone_refuses_in_one_line(process, line):
-    code = PROGRAM.format(first="pass", second="pass", before="pass", there="")
-    flags = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--join-timeout", "2"]
-    command = [sys.executable, "-c", code, *flags, "--process", str(process)]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert told.returncode == 2
-    (said,) = told.stderr.splitlines()
-    assert f": timed out after 2 s: {line}" in said

@@ -3,8 +3,8 @@
     blocks.py        one decoder layer: norms, rotary embedding, grouped attention, SwiGLU
     moa.py           the drafter: memory, masks, the training forward
     eagle.py         drafting with EAGLE-1 and EAGLE-3, and EAGLE-3's loss
-    learn.py         losses, gradients, the learning-rate schedule, optimiser steps
-    decode.py        drafting token by token with caches, and whole rounds against a target
+    learn.py         losses and gradients
+    decode.py        plain decoding without a cache
     recorded.py      cases recorded from the authors' code, as inputs of the above
     random_pair.py   random targets, drafters and batches for tests without recorded data
 

@@ -1,8 +1,7 @@
-"""Losses, gradients and optimiser steps of distillation."""
+"""Losses and gradients of distillation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -77,43 +76,3 @@ def gradients(
     drafter = make_drafter(config, target, own, num_reused)
     found = torch.autograd.grad(evaluate(drafter, sample)[1].loss, list(own.values()))
     return dict(zip(own, found, strict=True))
-
-
-def learning_rate(step: int, rate: float, warmup: int, decay: int, peak: float) -> float:
-    """Climbs from 0 to `peak`, falls linearly to `rate`, stays there; `peak` is a rate too."""
-    if step < warmup:
-        return peak * step / warmup
-    fallen = min((step - warmup) / decay, 1.0)
-    return peak + fallen * (rate - peak)
-
-
-class Step(NamedTuple):
-    """One update: losses and the gradient's norm are those before it, the norm unclipped."""
-
-    losses: Losses
-    grad_norm: float
-    draft: dict[str, Tensor]
-
-
-def train(
-    config: Any,
-    target: Weights,
-    draft: Weights,
-    num_reused: int,
-    sample: Sample,
-    rates: list[float],
-    max_grad_norm: float = 1.0,
-) -> Iterator[Step]:
-    """AdamW (0.9, 0.95), no weight decay, gradients clipped by their global norm."""
-    own = leaves(draft)
-    drafter = make_drafter(config, target, own, num_reused)
-    optimizer = torch.optim.AdamW(own.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
-    for rate in rates:
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.zero_grad()
-        found = evaluate(drafter, sample)[1]
-        found.loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(own.values(), max_grad_norm)
-        optimizer.step()
-        after = {name: value.detach().clone() for name, value in own.items()}
-        yield Step(Losses(*(x.detach() for x in found)), float(norm), after)

@@ -1,5 +1,7 @@
 """Python's own API: arrays of any library, and values that are no token ids, no number, no stop."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 from moa_jax import InputError, Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode.detokenize import StopFinder
+from moa_jax.decode.session import rows_of
 
 
 @pytest.fixture(scope="module")
@@ -29,31 +32,28 @@ def test_prompts_are_arrays_of_any_library(session, kind):
     assert streamed.token_ids == own.token_ids[: own.token_ids.index(stop) + 1]
 
 
+PROMPTS = [
+    *([[5.0]], [[True]], [[None]], [[-1]], [[10**9]], [[]], [], None, 5, [5, 6]),
+    *("Hello", ["Hello"], [b"Hello"], {"input_ids": [[5]]}, [np.array([5.5])]),
+    *([jnp.ones((1, 2), jnp.int32)], [torch.tensor([True])], [np.array(5)], [[[5]]]),
+]
+LENGTHS = [0, -1, 2.5, True, "8", None, [1, 2], [2.5]]
+STOPS = [[2.5], ["a"], "12", 5, [True], [[1], [2]]]
+
+
 @pytest.mark.parametrize(
-    "prompts",
+    "given, says",
     [
-        *([[5.0]], [[True]], [[None]], [[-1]], [[10**9]], [[]], [], None, 5, [5, 6]),
-        *("Hello", ["Hello"], [b"Hello"], {"input_ids": [[5]]}, [np.array([5.5])]),
-        *([jnp.ones((1, 2), jnp.int32)], [torch.tensor([True])], [np.array(5)], [[[5]]]),
+        *(((prompts, 4), ".") for prompts in PROMPTS),
+        *((([[5, 6, 7]], most), "max_new_tokens|lengths") for most in LENGTHS),
+        *((([[5, 6, 7]], 4, stop_ids), "stop") for stop_ids in STOPS),
     ],
     ids=repr,
 )
-def test_what_is_no_prompt_is_one_line(session, prompts):
-    with pytest.raises(InputError) as error:
-        session.generate(prompts, 4)
+def test_what_is_no_prompt_length_or_stop_is_one_line(session, given, says):
+    with pytest.raises(InputError, match=says) as error:
+        session.generate(*given)
     assert "\n" not in str(error.value) and len(str(error.value)) < 150
-
-
-@pytest.mark.parametrize("most", [0, -1, 2.5, True, "8", None, [1, 2], [2.5]], ids=repr)
-def test_what_is_no_number_of_tokens_is_one_line(session, most):
-    with pytest.raises(InputError, match="max_new_tokens|lengths"):
-        session.generate([[5, 6, 7]], most)
-
-
-@pytest.mark.parametrize("stop_ids", [[2.5], ["a"], "12", 5, [True], [[1], [2]]], ids=repr)
-def test_what_is_no_stop_is_one_line(session, stop_ids):
-    with pytest.raises(InputError, match="stop"):
-        session.generate([[5, 6, 7]], 4, stop_ids)
 
 
 def test_numbers_are_those_of_any_library(session):
@@ -75,3 +75,18 @@ def test_one_stop_text_is_no_list_of_letters():
 
     stop_when = StopFinder(LettersAsIds(), "END")
     assert stop_when([*map(ord, "NEED")]) is None and stop_when([*map(ord, "an END.")]) == 6
+
+
+def test_a_seed_of_minus_1_is_drawn_at_each_call(run, saved):
+    row = Sampling(temperature=1.0, seed=-1)
+    first, second = rows_of(row, 2), rows_of(row, 2)
+    assert (first[0].seed + 1) % 2**32 == first[1].seed and first[0] != second[0]
+    assert all(each.seed >= 0 for each in rows_of([row, row], 2))
+    flags = ["--target", saved / "llama" / "target", "--mode", "plain", "--prompt-ids", "5,6"]
+    flags += ["--max-new-tokens", 12, "--temperature", 1, "--json", "--seed"]
+    found = [json.loads(run("infer.generate", *flags, -1).out) for _ in range(2)]
+    seeds = [document["settings"]["seed"] for document in found]
+    texts = [document["results"][0]["token_ids"] for document in found]
+    assert seeds[0] != seeds[1] and texts[0] != texts[1] and min(seeds) >= 0
+    again = json.loads(run("infer.generate", *flags, seeds[0]).out)
+    assert again["results"][0]["token_ids"] == texts[0]

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from tests.trouble.conftest import ROOT
+from infer.info import ROOT
 
 
 def commands() -> dict[str, EntryPoint]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from infer.info import ROOT
 from moa_jax import Session
-from tests.trouble.conftest import ROOT
 
 PROMPTS = [[5 + i, 6, 7] for i in range(6)]
 

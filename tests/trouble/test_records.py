@@ -268,13 +268,6 @@ def test_a_run_on_this_machine_goes_on_after_bad_records(run, tmp_path):
     assert "none of 10 conversations got an answer" in line
 
 
-def test_one_bad_record_ends_no_training(data_lines, wide, tmp_path):
-    good = {"messages": HELLO}
-    lines = [line for bad in BAD for line in (good, bad)]
-    line, *_ = data_lines(write(tmp_path / "a.jsonl", *lines), "--target", wide)
-    assert figures(line)[:2] == (len(BAD), len(BAD)) and "a.jsonl line 2)" in line
-
-
 @pytest.mark.slow
 def test_one_bad_record_ends_no_evaluation(run, wide, tmp_path):
     good = {"messages": [HELLO[0]]}
@@ -292,25 +285,6 @@ def test_one_bad_record_ends_no_evaluation(run, wide, tmp_path):
 
 
 # ---- files ----------------------------------------------------------------------------------
-
-MARK = b"\xef\xbb\xbf"
-RECORDS = [json.dumps({"messages": HELLO}).encode()] * 3
-FILES = {
-    "marks and blank lines.jsonl": b"\r\n".join(
-        [b"", *(MARK + each for each in RECORDS), MARK, b""]
-    ),
-    "array.jsonl": MARK + json.dumps([{"messages": HELLO}] * 3, indent=1).encode(),
-    "array in a line.jsonl": b"[" + b", ".join(RECORDS) + b"]\n",
-    "lines.json": b"\n".join(RECORDS),
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_is_read_whatever_wrote_it(count, tmp_path, name):
-    (tmp_path / name).write_bytes(FILES[name])
-    one, _ = count(write(tmp_path / "good.jsonl", {"messages": HELLO}))
-    tokens, told = count(tmp_path / name)
-    assert tokens == 3 * one and "left out" not in told
 
 
 @pytest.mark.parametrize("name", ["b.jsonl.partial", "b.jsonl.zst"])

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.trouble.conftest import ROOT, Done
+from infer.info import ROOT
+from tests.conftest import Done
 
 PLAIN = ("--mode", "plain", "--max-new-tokens", "3", "--prompt", "Hello")
 BYTE = 133  # the bundled tokenizer's token of the byte C3, which alone is no letter

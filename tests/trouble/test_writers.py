@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from infer.cli.flags.pair import DEMO
 from infer.http.address import bind
+from infer.info import ROOT
 from moa_jax.files import model_folder
-from tests.trouble.conftest import ROOT
 
 OTHERS = {
     ".git/HEAD": "ref: main",
@@ -132,23 +132,6 @@ def unusable(tmp_path: Path) -> dict[Path, str]:
         tmp_path / "dangling" / "below": "is a dangling link to ",
         tmp_path / "loop": "is a dangling link to ",
     }
-
-
-def test_what_cannot_be_written_is_refused_before_anything_is_loaded(
-    run, pair, tmp_path, monkeypatch
-):
-    from infer import convert, evaluate
-
-    monkeypatch.setattr(convert, "load_target", None)
-    monkeypatch.setattr(convert, "load_drafter", None)
-    monkeypatch.setattr(evaluate, "load_candidates", None)
-    both = ["--target", pair / "target", "--draft", pair / "draft"]
-    for output, why in unusable(tmp_path).items():
-        for flags in (both[:2], both, [*both, "--for-client"]):
-            line = run("infer.convert", *flags, "--output", output, "--overwrite").refusal()
-            assert f"cannot write {output}: " in line and why in line
-        assert why in run("infer.evaluate", *both, "--output", output).refusal()
-    assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "unmounted").exists()
 
 
 # ---- a write that is cut ------------------------------------------------------------------
@@ -315,24 +298,50 @@ def test_training_into_a_clone_keeps_its_history(run, settings):
         assert (folder / "model.safetensors").exists()
 
 
-def test_training_refuses_an_output_before_it_begins(run, settings, monkeypatch):
-    from train import distill, export, pretrain
-
+def test_what_cannot_be_written_is_refused_before_anything_is_loaded(
+    run, pair, settings, monkeypatch
+):
+    for name in ("infer.convert.load_target", "infer.convert.load_drafter"):
+        monkeypatch.setattr(name, None)
+    for name in ("infer.evaluate.load_candidates", "train.export.read_state"):
+        monkeypatch.setattr(name, None)
+    for module in ("distill", "pretrain"):
+        monkeypatch.setattr(f"train.{module}.load_tokenizer", None)
     (settings / "model").mkdir()
     shutil.copy(DEMO / "target" / "config.json", settings / "model")
-    for module in (distill, pretrain):
-        monkeypatch.setattr(module, "load_tokenizer", None)
-    monkeypatch.setattr(export, "read_state", None)
-    for output, why in list(unusable(settings).items())[1:3]:
-        for name in ("pretrain", "distill"):
-            assert why in run(*trained(settings, name, output)).refusal()
-            more = ["--run.directory", output]
-            assert why in run(*trained(settings, name, settings / "new", *more)).refusal()
-        flags = [*trained(settings, "distill", output)[1:], "--checkpoint", "1"]
-        assert why in run("train.export", *flags).refusal()
+    (settings / "corpus.jsonl").write_text('{"text": "a"}\n')
+    both = ["--target", pair / "target", "--draft", pair / "draft"]
+    corpus = [*both[:2], "--corpus", settings / "corpus.jsonl", "--size", "9"]
+    for output, why in unusable(settings).items():
+        said = f"cannot write {output}: "
+        folder = ["--output", output]
+        for command in (
+            ["infer.convert", *both[:2], *folder, "--overwrite"],
+            ["infer.convert", *both, *folder, "--overwrite"],
+            ["infer.convert", *both, "--for-client", *folder, "--overwrite"],
+            ["infer.evaluate", *both, *folder],
+            ["train.export", *trained(settings, "distill", output)[1:], "--checkpoint", "1"],
+            *(trained(settings, name, output) for name in ("pretrain", "distill")),
+            *(
+                trained(settings, name, settings / "new", "--run.directory", output)
+                for name in ("pretrain", "distill")
+            ),
+        ):
+            line = run(*command).refusal()
+            assert said in line and why in line, command
+    link = settings / "link.png"
+    link.symlink_to(settings / "unmounted" / "file.png")
+    for command in (
+        ["train.plot", settings, "--output", link],
+        ["train.vocabulary", *corpus, "--output", link],
+        ["train.regenerate", *both[:2], "--prompts", settings / "corpus.jsonl", "--output", link],
+        ["infer.check", *both[:2], "--write-golden", link],
+    ):
+        assert "is a dangling link to " in run(*command).refusal()
     start = ["--init-from", settings / "model"]
     line = run(*trained(settings, "distill", settings / "model", *start)).refusal()
     assert "choose another output" in line
+    assert (settings / "file").read_text() == "mine" and link.is_symlink()
     assert not (settings / "unmounted").exists()
 
 
@@ -361,35 +370,6 @@ def test_a_picture_stays_with_its_link_and_mode(run, tmp_path, monkeypatch):
     line = run("train.plot", run_folder, "--output", tmp_path / "link.png").refusal()
     assert "No space left on device" in line and picture.read_bytes() == drawn
     assert [path.name for path in picture.parent.iterdir()] == ["curves.png"]
-
-
-@pytest.mark.slow
-def test_a_golden_file_behind_a_link_is_written(run, pair, tmp_path):
-    golden = tmp_path / "golden.jsonl"
-    golden.write_text(old := '{"format": "moa-jax golden"}')
-    golden.chmod(0o600)
-    (tmp_path / "link").symlink_to(golden.name)
-    flags = ["--target", pair / "target", "--draft", pair / "draft", "--prompt-ids", "5 6"]
-    flags += ["--target-layer-inference", "0", "--max-new-tokens", "2"]
-    assert run("infer.check", *flags, "--write-golden", tmp_path / "link").code == 0
-    assert os.readlink(tmp_path / "link") == golden.name and golden.read_text() != old
-    assert golden.stat().st_mode & 0o777 == 0o600
-
-
-def test_dangling_links_to_files_are_refused_before_anything_is_loaded(run, pair, tmp_path):
-    link = tmp_path / "link.png"
-    link.symlink_to(tmp_path / "unmounted" / "file.png")
-    target, corpus = pair / "target", tmp_path / "corpus.jsonl"
-    corpus.write_text('{"text": "a"}\n')
-    for command in (
-        ["train.plot", tmp_path],
-        ["train.vocabulary", "--target", target, "--corpus", corpus, "--size", "9"],
-        ["train.regenerate", "--target", target, "--prompts", corpus],
-    ):
-        assert "is a dangling link to " in run(*command, "--output", link).refusal()
-    golden = ["--target", target, "--write-golden", link]
-    assert "is a dangling link to " in run("infer.check", *golden).refusal()
-    assert link.is_symlink() and not (tmp_path / "unmounted").exists()
 
 
 def test_a_ready_file_behind_a_link_is_removed_and_not_the_link(tmp_path):

@@ -123,7 +123,7 @@ def check(config: PretrainConfig | DistillConfig) -> None:
         )
     check_output(config)
     directory = place(config.run.directory)
-    if not is_utf8(str(directory if is_stored(directory) else directory.resolve())):
+    if not is_utf8(str(directory if is_stored(directory) else os.path.realpath(directory))):
         raise InputError(
             f"run.directory {config.run.directory} is not valid UTF-8, and Orbax writes no "
             "checkpoint there; choose another folder"

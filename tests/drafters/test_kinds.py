@@ -1,0 +1,135 @@
+"""What holds for every kind of drafter: drafting as trained, texts that stay, files, training."""
+
+# ruff: noqa: F811 (an imported fixture is an argument too)
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from moa_jax import load_drafter, load_target
+from moa_jax.config import (
+    BorrowedConfig,
+    DraftShape,
+    Eagle3Config,
+    EagleConfig,
+    GlideConfig,
+    IndependentConfig,
+)
+from moa_jax.pretrained import LoadedDrafter, Target, save_drafter
+from tests.drafting import (
+    CHAIN,
+    TREE,
+    assert_changes_nothing,
+    assert_drafting_equals_training,
+    assert_training_makes_a_drafter,
+    calm_target,  # noqa: F401
+    calm_target_of,
+    untrained,
+)
+from tests.pairs import PROMPTS
+
+SMALL = dict(hidden_size=24, num_heads=3, num_kv_heads=1, head_dim=8)
+
+
+def one_layer(target: Target, **sizes: int) -> Any:
+    """The config of a model of one layer, else as the target but for `sizes` of its layer."""
+    block = dataclasses.replace(target.config.block, **sizes)
+    return dataclasses.replace(target.config, num_layers=1, block=block)
+
+
+# Of each kind, configs for a target of five layers.
+KINDS: dict[str, tuple[str, Any]] = {
+    "eagle": ("eagle", lambda _: EagleConfig(2, 44)),
+    "eagle-authors": (
+        "eagle",
+        lambda _: EagleConfig(3, 36, input_norm=True, fc_bias=False, names="authors"),
+    ),
+    "eagle3": ("eagle3", lambda _: Eagle3Config(2, 44, draft_ids=tuple(range(3, 90, 2)))),
+    "eagle3-whole": ("eagle3", lambda _: Eagle3Config(1, 36, tapped_layers=(0, 2, 4))),
+    "glide": ("glide", lambda _: GlideConfig(2, 44, 3)),
+    "small": ("independent", lambda target: IndependentConfig(one_layer(target, **SMALL))),
+    "borrowed": ("independent-borrowed", lambda target: BorrowedConfig(one_layer(target))),
+}
+SLOW = {"eagle-authors", "eagle3-whole"}
+kinds = pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else []) for x in KINDS]
+)
+
+
+@pytest.fixture(scope="module")
+def wide_target(tmp_path_factory) -> Target:
+    """A calm target with layers enough for three that are tapped and some between them."""
+    return calm_target_of(5, tmp_path_factory.mktemp("calm") / "target")
+
+
+def drafter_of(kind: str, target: Target, scale: float = 6.0) -> LoadedDrafter:
+    """A drafter whose weights are large enough for its guesses to differ."""
+    method, config_for = KINDS[kind]
+    found = untrained(target, method, config_for(target))
+    grown = lambda leaf: leaf if leaf.ndim == 1 else scale * leaf
+    return found._replace(params=jax.tree.map(grown, found.params))
+
+
+def cut_short(target: Target) -> LoadedDrafter:
+    """The target without all layers but its first, as a drafter."""
+    params = target.params | {"layers": target.params["layers"][:1]}
+    return LoadedDrafter(
+        "independent", IndependentConfig(one_layer(target)), params, (), target.folder, None
+    )
+
+
+@kinds
+def test_cached_drafting_equals_training(kind, wide_target):
+    assert_drafting_equals_training(wide_target, drafter_of(kind, wide_target))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_change_nothing(kind, wide_target):
+    assert_changes_nothing(wide_target, drafter_of(kind, wide_target))
+
+
+@pytest.mark.parametrize("shape", [CHAIN, pytest.param(TREE, marks=pytest.mark.slow)], ids=str)
+def test_drafts_that_are_accepted_change_nothing(calm_target, shape):
+    for row in assert_changes_nothing(calm_target, cut_short(calm_target), [shape]):
+        assert max(row) > 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [DraftShape(4), DraftShape(4, sampled=True)], ids=str)
+def test_prompt_lookup_changes_nothing(wide_target, shape):
+    """Greedy texts of a small model repeat: there it is often right."""
+    drafter = load_drafter("lookup", wide_target)
+    taus = assert_changes_nothing(wide_target, drafter, (shape,), PROMPTS[::-1])
+    assert all(greedy > 1.5 for greedy, *_ in taus), "hardly a draft was accepted"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_as_it_is_loaded(kind, wide_target, tmp_path):
+    drafter = drafter_of(kind, wide_target)
+    save_drafter(tmp_path / "d", drafter.method, drafter.config, drafter.params, wide_target)
+    assert json.loads((tmp_path / "d" / "config.json").read_text())["method"] == drafter.method
+    again = load_drafter(tmp_path / "d", wide_target)
+    assert (again.method, again.config) == (drafter.method, drafter.config)
+    jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config_for",
+    [
+        lambda _: GlideConfig(1, 24, 4),
+        lambda target: BorrowedConfig(one_layer(target, intermediate_size=24)),
+        lambda target: IndependentConfig(one_layer(target, intermediate_size=24)),
+    ],
+    ids=["glide", "borrowed", "independent"],
+)
+def test_a_trained_one_decodes(config_for, small_target, tmp_path):
+    config = config_for(load_target(small_target))
+    assert_training_makes_a_drafter(small_target, tmp_path, config)

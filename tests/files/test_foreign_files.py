@@ -1,0 +1,214 @@
+"""Files of other software: tensors stored twice are compared, layouts not read are named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from infer.cli.flags.pair import DEMO
+from moa_jax.pretrained import describe_target, load_drafter, load_target
+from tests.gguf_files import Q, write_gguf
+from tests.model_folders import (
+    edit_json,
+    edit_tensors,
+    refusal,
+    save_random_drafter,
+    tensors_of,
+)
+
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+@pytest.fixture
+def tied(saved, tmp_path):
+    """A tied target, to be changed."""
+    return shutil.copytree(saved / "qwen2" / "target", tmp_path / "tied")
+
+
+def embedding_of(folder):
+    return tensors_of(folder)[EMBEDDING]
+
+
+def test_a_head_that_differs_is_read_as_transformers_reads_it(tied, caplog):
+    edit_tensors(tied, **{HEAD: -embedding_of(tied)})
+    head_DV = load_target(tied, "float32").params["lm_head"]
+    np.testing.assert_array_equal(head_DV, -embedding_of(tied).T)
+    assert HEAD in caplog.text and EMBEDDING in caplog.text
+    edit_json(tied / "config.json", tie_word_embeddings=False)
+    caplog.clear()
+    np.testing.assert_array_equal(load_target(tied, "float32").params["lm_head"], head_DV)
+    assert not caplog.text
+
+
+def test_a_head_that_is_the_embedding_is_passed_over(tied, caplog):
+    edit_tensors(tied, **{HEAD: embedding_of(tied).astype(ml_dtypes.bfloat16)})
+    assert "lm_head" not in load_target(tied).params and not caplog.text
+
+
+def test_a_small_model_has_the_head_of_its_files(saved, tied):
+    edit_tensors(tied, **{HEAD: -embedding_of(tied)})
+    target = load_target(saved / "qwen2" / "target")
+    assert "lm_head" in load_drafter(tied, target, method="independent").params
+
+
+# ---- files ----------------------------------------------------------------------------------
+
+
+def beside(folder, **changes):
+    """Write the tensors of a folder once more, as two shards with an index."""
+    tensors = tensors_of(folder) | changes
+    names = sorted(tensors)
+    file_of = {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file)
+        file_of |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+    return file_of
+
+
+def test_shards_beside_one_file_are_compared(pair):
+    target = pair / "target"
+    beside(target)
+    load_target(target)
+    file_of = beside(target, **{NORM: np.zeros(60, np.float32)})
+    line = refusal(load_target, target)
+    assert NORM in line and str(target / file_of[NORM]) in line
+    assert str(target / "model.safetensors") in line
+
+
+def test_one_name_in_two_shards_is_compared(pair):
+    target = pair / "target"
+    file_of = beside(target)
+    (target / "model.safetensors").unlink()
+    other = next(file for file in file_of.values() if file != file_of[NORM])
+    held = {name: x for name, x in tensors_of(target).items() if file_of[name] == other}
+    save_file(held | {NORM: np.zeros(60, np.float32)}, target / other)
+    line = refusal(load_target, target)
+    assert NORM in line and file_of[NORM] in line and other in line
+
+
+def test_an_adapter_beside_the_weights_is_named(pair):
+    (pair / "target" / "adapter_config.json").write_text("{}")
+    line = refusal(load_target, pair / "target")
+    assert "adapter_config.json: an adapter is not read; merge it" in line
+
+
+def test_a_table_of_frequencies_is_compared(pair):
+    target, table = pair / "target", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(target, **{table: (1e4 ** -(np.arange(0, 10, 2) / 10)).astype(np.float16)})
+    load_target(target)
+    edit_tensors(target, **{table: 5e5 ** -(np.arange(0, 10, 2) / 10)})
+    line = refusal(load_target, target)
+    assert table in line and "rope_theta 10000 in config.json" in line
+
+
+# ---- drafters -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method, name, theirs",
+    [
+        ("eagle", "embed_tokens.weight", EMBEDDING),
+        ("eagle3", "embed_tokens.weight", EMBEDDING),
+        ("eagle", HEAD, HEAD),
+    ],
+)
+def test_a_copy_in_a_drafters_files_is_the_targets(saved, tmp_path, method, name, theirs):
+    folder = saved / "llama" / "target"
+    draft = save_random_drafter(tmp_path / "d", method, folder)
+    target, copy = load_target(folder), tensors_of(folder)[theirs]
+    edit_tensors(draft, **{name: copy.astype(np.float16)})
+    load_drafter(draft, target)
+    edit_tensors(draft, **{name: copy[::-1].copy()})
+    line = refusal(load_drafter, draft, target)
+    assert f"{name} differs from the target's {theirs}" in line
+    assert str(draft / "model.safetensors") in line and str(folder) in line
+
+
+def test_a_copy_is_compared_with_a_quantized_one(tmp_path):
+    """It is quantized in the target, so it is compared with a tolerance."""
+    embedding = embedding_of(DEMO / "target")
+    draft = save_random_drafter(tmp_path / "d", "eagle", DEMO / "target")
+    target = describe_target(write_gguf(tmp_path / "x.gguf", DEMO / "target", Q.Q8_0))
+    edit_tensors(draft, **{"embed_tokens.weight": embedding})
+    load_drafter(draft, target)
+    edit_tensors(draft, **{"embed_tokens.weight": embedding[::-1].copy()})
+    assert "embed_tokens.weight differs from the target's" in refusal(load_drafter, draft, target)
+
+
+def test_a_mask_is_compared_with_the_map(saved, tmp_path):
+    target = saved / "llama" / "target"
+    draft = save_random_drafter(tmp_path / "d", "eagle3", target)
+    edit_tensors(draft, t2d=np.roll(tensors_of(draft)["t2d"], 1))
+    line = refusal(load_drafter, draft, load_target(target))
+    assert "t2d marks 40 tokens" in line and "d2t" in line
+
+
+def test_layers_that_borrow_say_what_they_leave_unread(saved):
+    target = load_target(saved / "llama" / "target")
+    drafter = load_drafter(target.folder, target, method="independent-borrowed")
+    assert EMBEDDING in drafter.notices[0]
+
+
+# ---- layouts --------------------------------------------------------------------------------
+
+
+def rename(folder, names, **added):
+    """Replace the beginnings of a folder's names of tensors, and put others in."""
+    tensors = {}
+    for name, tensor in tensors_of(folder).items():
+        old = next((old for old in names if name.startswith(old)), "")
+        tensors[names.get(old, "") + name.removeprefix(old)] = tensor
+    save_file(tensors | added, folder / "model.safetensors")
+
+
+def nested(folder):
+    """Make a config.json as speculators writes it."""
+    config = json.loads((folder / "config.json").read_text())
+    outer = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
+    outer |= {"draft_vocab_size": 40, "transformer_layer_config": config}
+    (folder / "config.json").write_text(json.dumps(outer))
+
+
+def medusa(folder):
+    save_file({"0.0.linear.weight": np.ones((60, 60))}, folder / "model.safetensors")
+
+
+def speculators(folder):
+    rename(folder, {"midlayer.": "layers.0."})
+    nested(folder)
+
+
+NORM_OF_FC = {"fc_norm.0.weight": np.ones(60)}
+EAGLE_1 = {"fc.": "fusion_fc.", "layers.0.": "transformer."}
+
+
+@pytest.mark.parametrize(
+    "method, change, says",
+    [
+        ("eagle3", speculators, "the layout of speculators' EAGLE-3"),
+        ("eagle3", lambda d: rename(d, {"": "model."}), "the layout of EAGLE-3 below `model.`"),
+        ("eagle3", lambda d: rename(d, {}, **NORM_OF_FC), "the layout of EAGLE-3.1"),
+        ("eagle", lambda d: rename(d, {"": "model."}), "the layout of EAGLE-1 below `model.`"),
+        ("eagle", lambda d: rename(d, EAGLE_1), "the layout of speculators' EAGLE-1"),
+        (
+            "eagle",
+            lambda d: rename(d, {"": "module."}),
+            "DistributedDataParallel (a prefix",
+        ),
+        ("eagle3", nested, "nests transformer_layer_config, which is speculators' layout"),
+        ("eagle", medusa, "Medusa heads"),
+    ],
+)
+def test_a_layout_that_is_not_read_is_named(saved, tmp_path, method, change, says):
+    target = saved / "llama" / "target"
+    draft = save_random_drafter(tmp_path / "d", method, target)
+    change(draft)
+    line = refusal(load_drafter, draft, load_target(target))
+    assert says in line and str(draft) in line
