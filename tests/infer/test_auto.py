@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from moa_jax.measure.pricing import price
 
 from infer.bench import compare as comparison
 from infer.cli.flags import auto, pair
@@ -15,7 +16,6 @@ from moa_jax.config import DraftShape
 from moa_jax.decode.generation import Call
 from moa_jax.decode.session import PLAIN, Session
 from moa_jax.errors import InputError
-from moa_jax.measure.pricing import price
 from tests.decode.test_chunks import drafter, target
 
 OWN = DraftShape(4)
