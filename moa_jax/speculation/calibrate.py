@@ -30,6 +30,8 @@ def calibrate(
     An exception of `seconds_of_a_round` ends the calibration and leaves the table unchanged.
     """
     missing = [cell for cell in cells if not table.has(*cell)]
+    if not missing:
+        return
     seconds: dict[Cell, list[float]] = {cell: [] for cell in missing}
     for turn in in_turns(len(missing), 1, TURNS):
         cell = missing[turn.way]

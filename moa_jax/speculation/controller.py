@@ -10,10 +10,11 @@
             |                       '.                  a gain lowers the debt at once
       -KEPT |- - - - - - - - - - - - -'..............   gains are kept for KEPT rounds
 
-best     the shape with the most expected tokens per millisecond runs while the debt allows it
-probe    if plain decoding is best: PROBE_ROUNDS rounds of the shape that is fastest at the upper
-         confidence bounds of its acceptance rates, if that is faster than plain decoding and the
-         debt allows the loss of all drafts
+best     the shape with the most expected tokens per millisecond
+probe    if plain decoding is best: the shape with the most at the upper confidence bounds of its
+         acceptance rates, for PROBE_ROUNDS rounds at most
+
+Both run only for as many rounds as keep the debt below LIMIT if all drafts are rejected.
 
 Plain rounds measure no acceptance. They age the rates, which widens the confidence intervals until
 a probe can win again. A shape that cannot win even if all drafts are accepted is never tried.
@@ -34,9 +35,9 @@ from moa_jax.config import DraftShape
 from moa_jax.speculation.acceptance import AcceptanceRates
 
 NO_DRAFT = DraftShape(1)
-# Share of the time that drafting may owe. A user does not notice 2 %, and two runs of one server
-# differ by more.
-BUDGET = 0.02
+# Share of the time that drafting may owe. The promise is 2 %; half of it is left for what no cost
+# has: the launch of a call of few rounds, and caches that another program has filled.
+BUDGET = 0.01
 # Plain rounds of debt at which drafts pause: two probes of an H100's tree (1.7 plain rounds each),
 # or the first eight rounds of a chain that takes half a plain round more.
 LIMIT = 4.0
@@ -69,7 +70,6 @@ class DraftController:
         """`levels` is the largest number of levels below the root of any shape."""
         self.acceptance = AcceptanceRates(levels)
         self.debt_ms = 0.0
-        self._lag_ms = 0.0  # of the last choice
         self._num_rounds = 0
 
     def next(self, costs: Mapping[DraftShape, float], lag_ms: float = 0.0) -> ShapeChoice:
@@ -77,25 +77,27 @@ class DraftController:
 
         `costs` has the milliseconds of a round for each shape that can run now, for this batch.
         Without plain decoding among them the fastest shape runs. `lag_ms` is the time that the
-        drafter needs to catch up before a drafted round. Raises ValueError without costs.
+        drafter needs to catch up before a drafted round; a choice that drafts adds it to the debt.
+        Raises ValueError without costs.
         """
         if not costs:
             raise ValueError("no draft shape has a cost; calibrate one first")
         speed = lambda shape: self.acceptance.tokens(shape) / costs[shape]
         upper_speed = lambda shape: self.acceptance.tokens(shape, DEVIATIONS) / costs[shape]
-        best = max(costs, key=speed)
-        rounds = min(max(self._num_rounds, 1), ROUNDS)  # few at first, to learn early
+        shape = max(costs, key=speed)
+        rounds = most = min(max(self._num_rounds, 1), ROUNDS)  # few at first, to learn early
         if NO_DRAFT not in costs:
-            return ShapeChoice(best, rounds)
-        self._lag_ms = lag_ms
+            return ShapeChoice(shape, rounds)
         plain_ms = costs[NO_DRAFT]
-        allowance_ms = LIMIT * plain_ms - self.debt_ms - lag_ms
-        if best != NO_DRAFT:
-            return ShapeChoice(best if allowance_ms > 0 else NO_DRAFT, rounds)
-        probe = max(costs, key=upper_speed)
-        if probe != NO_DRAFT and allowance_ms > PROBE_ROUNDS * (costs[probe] - plain_ms):
-            return ShapeChoice(probe, PROBE_ROUNDS)
-        return ShapeChoice(NO_DRAFT, rounds)
+        if shape == NO_DRAFT:
+            shape, most = max(costs, key=upper_speed), PROBE_ROUNDS
+        loss_ms = costs[shape] - plain_ms  # of a round whose drafts are all rejected
+        if loss_ms > 0:
+            most = min(most, int((LIMIT * plain_ms - self.debt_ms - lag_ms) / loss_ms))
+        if shape == NO_DRAFT or most < 1:
+            return ShapeChoice(NO_DRAFT, rounds)
+        self.debt_ms += lag_ms
+        return ShapeChoice(shape, most)
 
     def observe(
         self,
@@ -122,7 +124,5 @@ class DraftController:
         if shape != NO_DRAFT:
             num_rounds = np.size(accepted)
             num_tokens = num_rounds + float(np.sum(accepted))
-            self.debt_ms += self._lag_ms
             self.debt_ms += (num_rounds * costs[shape] - num_tokens * plain_ms) / batch
-            self._lag_ms = 0.0
         self.debt_ms = max(self.debt_ms, -KEPT * plain_ms)
