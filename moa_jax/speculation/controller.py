@@ -20,7 +20,7 @@ Plain rounds measure no acceptance. They age the rates, which widens the confide
 a probe can win again. A shape that cannot win even if all drafts are accepted is never tried.
 
 A batch has one debt and one vector of rates. In simulation a batch of 8 loses no more than one
-request, so drafting needs no larger gain where several requests decode.
+request, so drafting needs no larger gain for several requests.
 """
 
 from __future__ import annotations
