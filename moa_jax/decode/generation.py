@@ -207,8 +207,9 @@ class Generation:
             self.state = jax.block_until_ready(program(session.weights, self.state))
             seconds = time.perf_counter() - begin
         self.decode_s += seconds
-        turn_ms = 1e3 * seconds / self._sync_turns
-        session.sync_ms[batch] = min(turn_ms, session.sync_ms.get(batch, turn_ms))
+        if session.weights.drafter:  # without weights it only copies tokens, at no cost
+            turn_ms = 1e3 * seconds / self._sync_turns
+            session.sync_ms[batch] = min(turn_ms, session.sync_ms.get(batch, turn_ms))
         self._lag = 0
         return seconds
 

@@ -189,6 +189,7 @@ def test_a_drafter_without_weights_drafts_what_repeats_and_no_more():
     estimated = sum(1.4 if drafted else 1.0 for drafted in rows[0].drafted)
     assert rows[0].drafted[:3] == [2, 0, 0] and estimated <= 23
     assert rows[1].accept_lengths[:2] == [3, 2] and rows[1].drafted[:2] == [2, 2]
+    assert not found.sync_ms  # whose milliseconds would count beside estimated plain rounds
     both = found.generate([SOME[1]] * 2, 24, NO_STOP)
     assert all(row.token_ids == new.token_ids[:24] for row in both)
     assert {drafted for row in both for drafted in row.drafted} == {0}
