@@ -56,8 +56,16 @@ def test_rounds_of_many_rows_decay_as_those_of_one(rows):
     assert found.rates(FOUR)[0] > 0.75
 
 
-def test_plain_rounds_widen_the_confidence_interval():
-    found = after(FOUR, [0] * 8, 8, times=20)
+def test_positions_that_no_round_reaches_decay():
+    found = after(FOUR, [3] * 8, 8, times=20)
+    for _ in range(40):
+        found.update(FOUR, [0] * 8, 8)
+    assert found.rates(FOUR)[2] < 0.3
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_plain_rounds_widen_the_confidence_interval(rows):
+    found = after(FOUR, [0] * 8 * rows, 8, times=20)
     before = found.tokens(FOUR, 2.0)
     found.age(2 * WINDOW)
     assert found.tokens(FOUR, 2.0) > before + 0.3

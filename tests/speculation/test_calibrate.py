@@ -18,7 +18,7 @@ def test_missing_cells_take_turns_and_the_median_is_stored():
     def seconds(*cell) -> float:
         """The first time compiles, the second one is stalled."""
         calls.append(cell)
-        return (0.001 * len(calls), 5.0, 0.002, 0.003, 0.002, 0.002)[calls.count(cell) - 1]
+        return (9.0, 5.0, 0.002, 0.003, 0.002, 0.002)[calls.count(cell) - 1]
 
     calibrate(table, CELLS, seconds)
     assert [table.ms(*cell) for cell in CELLS] == [9.0, 2.0, 2.0]
