@@ -321,7 +321,7 @@ def _comparison(ask: Asking, prompts: list[list[int]]) -> str:
     """Times plain and drafted decoding in turns; mode auto first measures its cost table."""
     session = ask.session
     session.check(prompts, ask.args.max_new_tokens)
-    if session.chooser is not None:
+    if session.controller is not None:
         fill(session)
     ways = {"plain": ask.plain, mode_of(session): session}
     return compare_in_turns(ways, prompts, ask.args.max_new_tokens, ask.settings)

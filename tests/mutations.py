@@ -38,6 +38,8 @@ class Mutation(NamedTuple):
 DECODE = "moa_jax/decode"
 ENGINE = f"{DECODE}/engine"
 TEST = "tests/decode"
+SPECULATION = "moa_jax/speculation"
+TEST_SPECULATION = "tests/speculation"
 
 OF_DECODE = [
     Mutation(
@@ -398,45 +400,45 @@ OF_THE_ENGINE = [
 OF_CHOICE = [
     Mutation(
         "The cost table gives the costs of every batch size.",
-        f"{DECODE}/costs.py",
-        "for (size, shape), cost in found if size == batch}",
-        "for (size, shape), cost in found}",
-        f"{TEST}/test_costs.py",
+        f"{SPECULATION}/cost_table.py",
+        "for size, shape in list(self._ms) if size == batch]",
+        "for size, shape in list(self._ms)]",
+        f"{TEST_SPECULATION}/test_cost_table.py",
     ),
     Mutation(
-        "The cost table of another pair or device is used.",
-        f"{DECODE}/costs.py",
-        'if content["place"] != place._asdict():',
+        "The cost table of another pair, device or version is used.",
+        f"{SPECULATION}/cost_table.py",
+        'if content["key"] != key._asdict():',
         "if False:",
-        f"{TEST}/test_costs.py",
+        f"{TEST_SPECULATION}/test_cost_table.py",
     ),
     Mutation(
         "The acceptance rate is that of the last call alone.",
-        f"{DECODE}/heard.py",
-        "self.share = _mean(self.share, self.weight, accepted / came, came)",
-        "self.share = accepted / came",
-        f"{TEST}/test_auto.py -k 'docstring or first_guess or soon_overruled'",
+        f"{SPECULATION}/acceptance.py",
+        "rate = (rate * count + hits) / (count + reached)",
+        "rate = hits / reached",
+        f"{TEST_SPECULATION}/test_acceptance.py",
     ),
     Mutation(
         "A draft position counts rounds that rejected an earlier position.",
-        f"{DECODE}/auto.py",
-        "came = hits\n",
+        f"{SPECULATION}/acceptance.py",
+        "reached = hits\n",
         "pass\n",
-        f"{TEST}/test_auto.py -k test_a_position_is_counted",
+        f"{TEST_SPECULATION}/test_acceptance.py",
     ),
     Mutation(
-        "Probes that do not pay never become rare.",
-        f"{DECODE}/auto.py",
-        "self._doublings = 0 if paid else min(self._doublings + 1, MOST_DOUBLINGS)",
-        "self._doublings = 0",
-        f"{TEST}/test_auto_probes.py -k test_probes_become_rare",
+        "Drafts of which none is accepted never become rare.",
+        f"{SPECULATION}/controller.py",
+        "LIMIT * plain_ms - self.debt_ms - lag_ms",
+        "LIMIT * plain_ms - lag_ms",
+        f"{TEST_SPECULATION}/test_controller.py -k 'rare or bounded'",
     ),
     Mutation(
-        "Several requests are drafted for without a clear gain.",
-        f"{DECODE}/auto.py",
-        "return tokens_a_ms if way.num_drafted else terms.gain * tokens_a_ms",
-        "return tokens_a_ms",
-        f"{TEST}/test_engine_pace.py -k test_several_draft_only",
+        "The time in which a lagging drafter catches up is not a debt.",
+        f"{SPECULATION}/controller.py",
+        "self.debt_ms += lag_ms\n",
+        "pass\n",
+        f"{TEST_SPECULATION}/test_controller.py -k catch_up",
     ),
     Mutation(
         "The first call of a program, which is slow, counts for its cost.",
@@ -589,8 +591,8 @@ OF_SPLIT_DECODING = [
     Mutation(
         "The rejected position of a draft does not lower its acceptance rate.",
         f"{CLIENT}/pace.py",
-        "for level in range(min(drafted, accepted + 1, len(rates))):",
-        "for level in range(min(drafted, accepted, len(rates))):",
+        "_chain(min(drafted, self.lengths[-1])), [accepted], 1)",
+        "_chain(min(drafted, accepted, self.lengths[-1])), [accepted], 1)",
         "tests/split/test_pace.py",
     ),
     Mutation(

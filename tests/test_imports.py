@@ -25,8 +25,13 @@ BASE = {"errors", "config"}
 MODEL = BASE | {"model", "runtime"}
 DRAFTERS = MODEL | {"files", "data", "drafters", "drafters.api"}
 LOADER = DRAFTERS | {"pretrained"}
-DECODE = LOADER - {"drafters", "data"} | {"drafters.api", "decode"}  # never a drafter by name
-LIBRARY = LOADER | DECODE | {"pairs", "training", "split", "measure", "moa_jax", "version"}
+DECODE = LOADER - {"drafters", "data"} | {
+    "drafters.api",
+    "speculation",
+    "measure",
+    "decode",
+}  # never a drafter by name
+LIBRARY = LOADER | DECODE | {"pairs", "training", "split", "moa_jax", "version"}
 PAIR = {"infer.cli.flags.pair", "infer.cli.flags.auto", "infer.cli.flags.vocabulary"}
 SHARED = PAIR | {
     "infer.cli.program",
@@ -62,7 +67,8 @@ TABLE: dict[str, set[str]] = {
     "training": DRAFTERS,
     "decode": DECODE,
     "split": DECODE,
-    "measure": DECODE,
+    "measure": set(),
+    "speculation": BASE | {"files", "measure"},
     "moa_jax": LOADER | {"decode", "pairs", "version"},
     "configs": {"config"},
     "infer.cli.compile_cache": {"config", "files"},
@@ -85,7 +91,7 @@ TABLE: dict[str, set[str]] = {
     },
     "infer.cli.flags.mesh": {"errors", "model", "infer.cli.program"},
     "infer.cli.flags.sampling": DECODE | {"infer.cli.program"},
-    "infer.cli.flags.auto": DECODE | {"measure"},
+    "infer.cli.flags.auto": DECODE,
     "infer.cli.flags.vocabulary": DECODE | {"infer.cli.flags.auto"},
     "infer.cli.flags.pair": LIBRARY - {"training", "split"}
     | PAIR
@@ -97,7 +103,14 @@ TABLE: dict[str, set[str]] = {
     "infer.http": {"errors", "files", "infer.cli.program", "infer.cli.streams"},
     "infer.openai": SERVER | {"data"},
     "infer.split_server": SERVER | {"split"},
-    "infer.split_client": {"errors", "version", "config", "split", "infer.cli.program"},
+    "infer.split_client": {
+        "errors",
+        "version",
+        "config",
+        "speculation",
+        "split",
+        "infer.cli.program",
+    },
     "infer": LIBRARY - {"training"} | SHARED | SERVERS | {"configs"},
     "infer.bench.tables": set(),
     "infer.bench.drawing": {"errors", "files"},

@@ -40,14 +40,14 @@ WORDS = frozenset(
 EARLIER_CLASSES = frozenset(
     "Text Task News Ticket Full Closed Seats Live Report Flight Heard Kind Shelf LeadingShelf Name "
     "Recipe Size Maker Making Readings Reading Prefixes Kept Load Totals Group Held RunCall Make "
-    "Turns Order Chunk Advance Chooser Terms ShapeChoice Position Trials Promised TrackRecord Pace "
+    "Turns Order Chunk Advance Chooser Terms Position Trials Promised TrackRecord Pace "
     "TypicalSeconds Costs Place Behind Law Said Setup Limits Verdict Guide Tapped Taps Flat "
     "FedLayer Small Sight Intervals Pass States Room Ready Background Lines Signs Ending Wanted "
     "MostTokens Answering Part Scored Refusal DraftHalf Slots Served Gone Lost Denied Busy Watch "
     "Job Contender Interview".split()
 )
 # The engine and the choice of drafts keep their names until they are written anew.
-KEPT = re.compile(r"decode/(engine/|(auto|heard|costs|order|calls)\.py)|measure/|flags/auto\.py")
+KEPT = re.compile(r"decode/(engine/|(auto|heard|costs|order|calls)\.py)")
 
 
 # An earlier class in backticks, alone or in a dotted name, or after "raises".

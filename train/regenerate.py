@@ -57,12 +57,12 @@ from moa_jax.data import sources
 from moa_jax.data.records import unread_keys
 from moa_jax.data.report import RecordTally, unread_lines
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.decode.auto import PLAIN
 from moa_jax.decode.engine import Engine
 from moa_jax.decode.limits import CacheLimits
 from moa_jax.errors import InputError
 from moa_jax.files.paths import check_folder, check_links
 from moa_jax.pretrained import Target, default_dtype, describe_target
+from moa_jax.speculation.controller import NO_DRAFT
 from train.run.answers import Answers, LocalAnswers
 from train.run.connection import EndpointClient, address_of
 from train.run.conversations import AnswerRules, Conversation, answer_all
@@ -188,7 +188,7 @@ def _local(args: argparse.Namespace, rules: AnswerRules) -> Iterator[LocalAnswer
     engine = Engine(
         target,
         drafter,
-        ways=(PLAIN,),  # used when faster than the drafter's own chain
+        ways=(NO_DRAFT,),  # used when faster than the drafter's own chain
         costs=drafter and costs_of(target, drafter, vocabulary, args.weights),
         vocabulary=vocabulary,
         num_slots=args.batch or AT_ONCE,

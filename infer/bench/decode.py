@@ -30,7 +30,7 @@ from infer.bench.simulate import accept_with
 from infer.bench.statistics import Run, beside, summarise
 from infer.bench.traffic import copy_bandwidth
 from infer.cli.documents import CODES, until_cut
-from infer.cli.flags.auto import fill, fill_vocabularies
+from infer.cli.flags.auto import LENGTH, fill, fill_vocabularies
 from infer.cli.flags.pair import kind_of, load_pair, open_session
 from infer.cli.flags.vocabulary import source_of, vocabulary_of
 from infer.cli.program import progress
@@ -99,7 +99,7 @@ def _bench(args: argparse.Namespace, target: Target, drafter: LoadedDrafter | No
 def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     """The document that --json prints; `modes` and `peers` hold one dictionary per row."""
     for each in bench.modes:
-        if each.session.chooser is not None:
+        if each.session.controller is not None:
             fill(each.session, args.batch, keep=args.simulate_acceptance is None)
     with until_cut() as cut:
         run_in_turns(bench, args.repeats)
@@ -149,10 +149,10 @@ def _row(
     row |= {"simulated": simulated, "num_compiled": session.num_compiled}
     if simulated:
         row["same_as_plain"] = None  # tokens were accepted at random
-    if session.chooser is not None:
+    if session.controller is not None:
         row["costs"] = [
             Mode(kind_of(way), way).sizes
-            | {"batch": args.batch, "ms": session.costs.ms(args.batch, way)}
+            | {"batch": args.batch, "ms": session.costs.ms(args.batch, way, LENGTH)}
             for way in session.ways
         ]
     return row
@@ -163,7 +163,7 @@ def _phases(
 ) -> dict[str, Any]:
     """Phases of one mode, on the batch with the most rounds."""
     longest = max(measured.runs, key=lambda run: run.rounds)
-    if measured.session.chooser is not None or longest.rounds < 2:
+    if measured.session.controller is not None or longest.rounds < 2:
         return {}
     task = bench.batches[longest.batch], bench.max_new_tokens, bench.stop_ids
     return phases.measure(measured.session, *task, longest.rounds, prefill_ms, bandwidth)

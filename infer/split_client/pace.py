@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-PRIOR = 0.7  # acceptance rate before the first measurement
-WEIGHT = 0.1  # of the newest observation in an acceptance rate
+from moa_jax.config import DraftShape
+from moa_jax.speculation.acceptance import AcceptanceRates
+
 RECENT = 15  # number of measured times in a median
 
 
@@ -35,8 +36,7 @@ class DraftPace:
     def __init__(self, lengths: Sequence[int]) -> None:
         """`lengths` are the candidate numbers of drafted levels."""
         self.lengths = sorted(lengths)
-        most = self.lengths[-1]
-        self._rates = {ahead: [PRIOR] * most for ahead in (False, True)}  # means per level
+        self._rates = {ahead: AcceptanceRates(self.lengths[-1]) for ahead in (False, True)}
         # A median hardly changes with a compilation or a lost packet.
         self.reply_s: deque[float] = deque(maxlen=RECENT)
         self.token_s: deque[float] = deque(maxlen=RECENT)  # per drafted level
@@ -49,17 +49,11 @@ class DraftPace:
     def saw_reply(self, seconds: float, drafted: int, accepted: int, ahead: bool) -> None:
         """Records a round: the time of its reply, and its drafted and accepted levels."""
         self.reply_s.append(seconds)
-        rates = self._rates[ahead]
-        for level in range(min(drafted, accepted + 1, len(rates))):
-            rates[level] += WEIGHT * ((level < accepted) - rates[level])
+        self._rates[ahead].update(_chain(min(drafted, self.lengths[-1])), [accepted], 1)
 
     def committed(self, steps: int, ahead: bool = False) -> float:
         """E(steps): mean number of tokens that a round with `steps` levels commits."""
-        total = chance = 1.0
-        for rate in self._rates[ahead][:steps]:
-            chance *= rate
-            total += chance
-        return total
+        return self._rates[ahead].tokens(_chain(steps))
 
     def has_time(self, tokens: int) -> bool:
         """Whether drafting `tokens` ends before a reply; True until both times are measured."""
@@ -76,3 +70,7 @@ class DraftPace:
         if kept and self.committed(kept, ahead=True) / max(reply, 1e-9) >= speed(best):
             return NextDraft(kept, True)
         return NextDraft(best, False)
+
+
+def _chain(steps: int) -> DraftShape:
+    return DraftShape(1 + steps)

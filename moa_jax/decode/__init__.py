@@ -2,8 +2,8 @@
 
 session.py      prompts in, tokens out       step.py        one round, and the loop of rounds
 generation.py   a batch being decoded        verify.py      which drafted nodes are accepted
-auto.py         choice of the draft shape    heard.py       acceptance rates of drafts
-programs.py     compiled programs            costs.py       cost of a round per draft shape
+auto.py         the engine's choice of shapes   heard.py    its acceptance rates
+programs.py     compiled programs            costs.py       its cost table
 sampling.py     sampling, noise, rejection   logprobs.py    log-probabilities of answers
 detokenize.py   detokenizer, stop strings    limits.py      limits of a cache and a target
 exactness.py    where two answers differ     finite.py      errors for NaN and infinity

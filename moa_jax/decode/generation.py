@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -22,14 +22,16 @@ import numpy as np
 
 from moa_jax.config import DraftShape
 from moa_jax.decode import finite, logprobs
-from moa_jax.decode.auto import Chooser
-from moa_jax.decode.calls import that_tell
+from moa_jax.decode.background import BackgroundWorker
 from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.decode.programs import Program
 from moa_jax.decode.sampling import BatchSampling
 from moa_jax.decode.state import NEVER, DecodeState, StopConditions, Weights
+from moa_jax.decode.step import CATCH_UP
 from moa_jax.pretrained import Target
 from moa_jax.runtime.multihost import gathered
+from moa_jax.speculation.controller import ROUNDS, DraftController, ShapeChoice
+from moa_jax.speculation.cost_table import CostTable
 
 # The arguments that a loop of rounds is compiled for.
 LoopArrays = tuple[DecodeState, StopConditions, BatchSampling]
@@ -79,8 +81,11 @@ class Decoder(Protocol):
 
     target: Target
     ways: tuple[DraftShape, ...]
-    chooser: Chooser | None
+    controller: DraftController | None
+    costs: CostTable
     catches_up: bool
+    sync_ms: dict[int, float]
+    background: BackgroundWorker
     alone: AbstractContextManager[Any]
 
     @property
@@ -88,7 +93,15 @@ class Decoder(Protocol):
 
     def agreed(self, choose: Callable[[], tuple[int, int]]) -> tuple[int, int]: ...
 
-    def next(self, arrays: LoopArrays, ready: set[DraftShape]) -> tuple[DraftShape, int]: ...
+    def next(
+        self,
+        arrays: LoopArrays,
+        ready: set[DraftShape],
+        costs: Mapping[DraftShape, float],
+        lag_ms: float,
+    ) -> ShapeChoice: ...
+
+    def round_costs(self, batch: int, length: int) -> dict[DraftShape, float]: ...
 
     def loop(self, *arrays_and_shape: Any) -> Program: ...
 
@@ -110,18 +123,15 @@ class Generation:
     ) -> None:
         """`started` is the result of `Session.start` for these prompts.
 
-        With `teaches` the session's chooser records the accepted drafts.
+        With `teaches` the session's controller records the accepted drafts, and the cost table the
+        time of calls that run alone.
         """
         self.prompts, self.decode_s = [list(map(int, prompt)) for prompt in prompts], 0.0
         self.state, self.limits, self.batch_sampling, self.prefill_s = started
         self._session = session
-        self._chooser = session.chooser if teaches else None
-        if self._chooser is not None:
-            if len(prompts) == 1:
-                self._chooser.begins(len(prompts[0]))
-            else:
-                for others, prompt in enumerate(prompts):
-                    self._chooser.joins(len(prompt), others)
+        self._controller = session.controller if teaches else None
+        self._length = max(map(len, prompts))  # of the longest row
+        self._costs: dict[DraftShape, float] = {}  # of the last choice
         self._kept: dict[int, int] = {}
         self._finders: list[StopWhen] = []  # one per row, since a finder may remember tokens
         self._rounds_B = np.zeros(len(prompts), np.int32)
@@ -130,7 +140,7 @@ class Generation:
         self._ready: set[DraftShape] = set()  # shapes that are compiled
         self._round_s: dict[DraftShape, float] = {}  # seconds per round, of each shape's last call
         self._loops: dict[DraftShape, Program] = {}  # compiled loops of the shapes used
-        self._is_late = False  # whether the drafter's cache lacks the tokens of plain rounds
+        self._lag = 0  # plain rounds whose tokens the drafter's cache lacks
 
     @property
     def done(self) -> bool:
@@ -150,19 +160,20 @@ class Generation:
 
     def _choose(self, within: float | None) -> tuple[int, int]:
         """Returns the index of a shape in `Session.ways`, and the number of rounds to run."""
-        shape, rounds = self._session.next(self.arrays, self._ready)
+        session, batch = self._session, len(self.prompts)
+        self._costs = session.round_costs(batch, self._length)
+        lag_ms = session.sync_ms.get(batch, 0.0) * self._sync_turns
+        shape, rounds = session.next(self.arrays, self._ready, self._costs, lag_ms)
         if within is not None:
             known = self._round_s.get(shape)
             rounds = min(rounds, max(1, int(within / known)) if known else 1)
-        return self._session.ways.index(shape), int(rounds)
+        return session.ways.index(shape), int(rounds)
 
     def take(self, shape: DraftShape, rounds: int) -> Call:
         """Runs rounds of a given shape."""
         session = self._session
         if shape.num_drafted:
             self.catch_up()
-        else:
-            self._is_late = session.catches_up
         pause = NEVER if rounds >= NEVER else int(self._rounds_B.max()) + rounds
         # Reusing the limits and the compiled loop saves 0.6 ms per call on a CPU.
         limits = self.limits._replace(pause=np.int32(pause))
@@ -175,22 +186,37 @@ class Generation:
             turned = self._collect(shape)
             seconds = time.perf_counter() - begin
         self.decode_s += seconds
+        if session.catches_up and not shape.num_drafted:
+            self._lag += turned
         if turned:
             self._round_s[shape] = seconds / turned
+        # Shorter calls mostly measure the host, and a compiler beside a call takes its cores.
+        if self._controller is not None and turned == ROUNDS and not session.background.is_busy:
+            ms = 1e3 * seconds / turned
+            session.costs.update(len(self.prompts), shape, self._length, ms)
         return Call(shape, turned, seconds)
 
     def catch_up(self) -> float:
         """Runs the drafter over the tokens of plain rounds; returns the seconds that this took."""
-        if not self._is_late:
+        if not self._lag:
             return 0.0
-        program = self._session.catching_up(self.state)
-        with self._session.alone:
+        session, batch = self._session, len(self.prompts)
+        program = session.catching_up(self.state)
+        with session.alone:
             begin = time.perf_counter()
-            self.state = jax.block_until_ready(program(self._session.weights, self.state))
+            self.state = jax.block_until_ready(program(session.weights, self.state))
             seconds = time.perf_counter() - begin
         self.decode_s += seconds
-        self._is_late = False
+        if session.weights.drafter:  # without weights it only copies tokens, at no cost
+            turn_ms = 1e3 * seconds / self._sync_turns
+            session.sync_ms[batch] = min(turn_ms, session.sync_ms.get(batch, turn_ms))
+        self._lag = 0
         return seconds
+
+    @property
+    def _sync_turns(self) -> int:
+        """Turns of `step.synced` in which the drafter catches up."""
+        return -(-self._lag // CATCH_UP)
 
     @property
     def arrays(self) -> LoopArrays:
@@ -250,17 +276,18 @@ class Generation:
     def _collect(self, shape: DraftShape) -> int:
         """Waits for a call and reads its results; returns the number of rounds that ran."""
         state, before_B = self.state, self._rounds_B
-        news = (state.rounds_B, state.round.done_B, state.counts_B2R)
-        self._rounds_B, self._done_B, counts_B2R = gathered(news)
+        news = (state.rounds_B, state.round.done_B, state.counts_B2R, state.round.length_B)
+        self._rounds_B, self._done_B, counts_B2R, length_B = gathered(news)
+        self._length = int(length_B.max())
         turned = int(self._rounds_B.max() - before_B.max())
         self._levels += [shape.levels - 1] * turned
-        if self._chooser is not None:
-            rows = (counts_B2R[:, 0], before_B, self._rounds_B, self._done_B)
-            accepted = [
-                that_tell(counts_R[first:end], done) - 1
-                for counts_R, first, end, done in zip(*rows, strict=True)
-            ]
-            self._chooser.heard(shape, np.concatenate(accepted), turned)
+        if self._controller is not None:
+            # A stop or the limit may have truncated the last round of a row that is done.
+            ends_B = np.maximum(self._rounds_B - self._done_B, before_B)
+            rows = zip(counts_B2R[:, 0], before_B, ends_B, strict=True)
+            accepted = [counts_R[first:end] - 1 for counts_R, first, end in rows]
+            batch = len(self.prompts)
+            self._controller.observe(self._costs, shape, np.concatenate(accepted), turned, batch)
         return turned
 
 

@@ -22,9 +22,7 @@ from jax.sharding import NamedSharding
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.config.checks import unboxed, whole_numbers
 from moa_jax.decode import logprobs, step
-from moa_jax.decode.auto import PLAIN, Chooser
 from moa_jax.decode.background import BackgroundWorker, can_compile_more
-from moa_jax.decode.costs import Costs, priced_as
 from moa_jax.decode.draft_vocabulary import DraftVocabulary
 from moa_jax.decode.generation import Generation, LoopArrays, Result, StopWhen, shapes_of
 from moa_jax.decode.limits import CacheLimits, prompt_ids_of
@@ -45,6 +43,8 @@ from moa_jax.model.kernels import cpu
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 from moa_jax.runtime import memory
 from moa_jax.runtime.multihost import on_first
+from moa_jax.speculation.controller import NO_DRAFT, ROUNDS, DraftController, ShapeChoice
+from moa_jax.speculation.cost_table import CostTable
 
 T = TypeVar("T")
 
@@ -57,6 +57,7 @@ MOST_OF_A_DRAFTED_TOKEN = 0.2
 ROUNDS_BETWEEN_LOOKS = 8  # between two calls of `stop_when`
 LOWER_CACHES = "--cache-rows, --batch or --max-new-tokens"
 SECONDS_BETWEEN_TEXTS = 0.1  # between two parts of a streamed answer
+MEASURED_TOKENS = 128  # of an answer that `seconds_of_a_round` times
 
 
 class Session:
@@ -74,7 +75,7 @@ class Session:
         shape: DraftShape | None = None,
         *,
         ways: Sequence[DraftShape] = (),
-        costs: Costs | None = None,
+        costs: CostTable | None = None,
         vocabulary: DraftVocabulary | None = None,
         cache_rows: int | None = None,
         least_rows: int = ROWS_OF_A_TILE,
@@ -84,11 +85,12 @@ class Session:
     ) -> None:
         """Without a drafter, or with depth 1, decoding is plain; `shape` defaults to a chain.
 
-        With `ways` the session chooses a shape for every few rounds, among `ways`, `shape` and
-        plain decoding: the shape with the most expected tokens per millisecond. `costs` has the
-        milliseconds of a round per shape. Without costs the session uses `shape`; with a drafter
-        without weights it uses plain decoding, or `shape` if a single prompt accepts enough drafts.
-        Other shapes are compiled in the background. If `shape` is plain, `ways` has no effect.
+        With `ways` a `DraftController` chooses a shape for every few rounds, among `ways`, `shape`
+        and plain decoding. `costs` has the milliseconds of a round per shape; `calibrate` measures
+        them by `seconds_of_a_round`, and calls that run alone correct them. Without costs the
+        session uses `shape`; with a drafter without weights it uses plain decoding, or `shape` if a
+        single prompt accepts enough drafts. Other shapes are compiled in the background. If `shape`
+        is plain, `ways` has no effect.
 
         `vocabulary` restricts the drafted tokens; `decode.draft_vocabulary.default_vocabulary`
         loads the vocabulary of a drafter's folder. None drafts from all tokens. `cache_rows` fixes
@@ -102,10 +104,10 @@ class Session:
         """
         if shape is None:
             shape = DraftShape((drafter and drafter.depth) or DEFAULT_DEPTH)
-        self.shape = shape if drafter else PLAIN
+        self.shape = shape if drafter else NO_DRAFT
         self.ways = (self.shape,)
         if ways and self.shape.num_drafted:
-            self.ways = tuple(dict.fromkeys((PLAIN, self.shape, *ways)))
+            self.ways = tuple(dict.fromkeys((NO_DRAFT, self.shape, *ways)))
         drafter = drafter if any(way.num_drafted for way in self.ways) else None
         functions = drafter and functions_of(drafter, target.config)
         if vocabulary and functions and functions.own_head:
@@ -126,10 +128,12 @@ class Session:
                 "target and drafter lie on different devices; load both with the same mesh"
             )
         has_weights = drafter is not None and bool(drafter.params)
-        self.first = self.shape if has_weights or len(self.ways) == 1 else PLAIN
-        self.chooser = Chooser(self.ways, self.shape, self.first) if len(self.ways) > 1 else None
-        self.costs = costs
-        self.catches_up = self.chooser is not None  # whether the drafter may lag
+        self.first = self.shape if has_weights or len(self.ways) == 1 else NO_DRAFT
+        self.catches_up = len(self.ways) > 1  # whether the drafter may lag
+        levels = max(way.levels for way in self.ways) - 1
+        self.controller = DraftController(levels) if self.catches_up else None
+        self.costs = CostTable() if costs is None else costs
+        self.sync_ms: dict[int, float] = {}  # by batch: shortest turn of `step.synced`
         self.setup = StaticConfig(
             target.config, functions, self.shape, choose, self.catches_up, top_logprobs
         )
@@ -245,7 +249,8 @@ class Session:
     ) -> Generation:
         """Processes prompts and commits their first tokens; the arguments are those of `generate`.
 
-        With `teaches` the session's chooser records the accepted drafts; measurements pass False.
+        With `teaches` the session's controller records the accepted drafts; measurements pass
+        False.
         """
         prompts = self._token_ids(prompts)
         started = self.start(prompts, max_new_tokens, stop_ids, sampling)
@@ -309,35 +314,67 @@ class Session:
         """Returns the compiled `step.synced`: (weights, state) -> state; donates the state."""
         return self._programs[self.shape].compile(step.synced, state)
 
-    def next(self, arrays: LoopArrays, ready: set[DraftShape]) -> tuple[DraftShape, int]:
-        """Returns the shape of a batch's next rounds, and the rounds until the next choice.
+    def next(
+        self,
+        arrays: LoopArrays,
+        ready: set[DraftShape],
+        costs: Mapping[DraftShape, float],
+        lag_ms: float = 0.0,
+    ) -> ShapeChoice:
+        """Returns the shape of a batch's next rounds.
 
         `ready` has the shapes whose programs are compiled; the call adds newly compiled shapes to
-        `ready`. Shapes that have a cost and no program yet are compiled in the background.
+        `ready`. Shapes that have a cost and no program yet are compiled in the background. `costs`
+        comes from `round_costs`, and `lag_ms` is the time that the drafter needs to catch up.
         """
-        if self.chooser is None:
-            return self.shape, NEVER
-        costs = self._costs_of(len(arrays[0].rounds_B))
-        for way in self.ways:
-            if way in ready or priced_as(way) not in costs:
+        if self.controller is None:
+            return ShapeChoice(self.shape, NEVER)
+        for way in costs:
+            if way in ready:
                 continue
             if way in (self.shape, self.first) or self._is_ready(way, arrays):
                 ready.add(way)
             else:
                 self.background.submit(*self._preparing(way, arrays))
-        return self.chooser.next(costs, ready or {self.first})
+        can_run = {way: ms for way, ms in costs.items() if way in ready}
+        if not can_run:
+            return ShapeChoice(self.first, ROUNDS)
+        return self.controller.next(can_run, lag_ms)
 
-    def _costs_of(self, batch: int) -> dict[DraftShape, float]:
-        """Returns the milliseconds of a round per shape, as far as measured.
+    def round_costs(self, batch: int, length: int) -> dict[DraftShape, float]:
+        """Returns the milliseconds of a round per shape, as far as calibrated.
 
         For one prompt and a drafter without weights, missing costs are estimated, with 1 for a
         plain round.
         """
-        known = self.costs.for_batch(batch) if self.costs else {}
+        found = {way: self.costs.ms(batch, way, length) for way in self.ways}
+        known = {way: ms for way, ms in found.items() if ms is not None}
         if known or batch > 1 or self.first == self.shape:
             return known
-        own = 1 + MOST_OF_A_DRAFTED_TOKEN * self.shape.num_drafted
-        return {PLAIN: 1.0, **({priced: own} if (priced := priced_as(self.shape)) else {})}
+        return {NO_DRAFT: 1.0, self.shape: 1 + MOST_OF_A_DRAFTED_TOKEN * self.shape.num_drafted}
+
+    def seconds_of_a_round(self, batch: int, shape: DraftShape, length: int) -> float:
+        """Times rounds of a shape after random prompts of a length, for `calibrate`.
+
+        The rounds that count are one call, so that they include what a call costs the host. Twice
+        as many rounds come before: until then a CPU's caches hold the prompt's or another shape's
+        data. Raises InputError if the caches are too small.
+        """
+        room = self.room.max_new_tokens(1)
+        if room < 4:
+            raise InputError(
+                "the caches have no room to measure what a round costs; make them larger"
+            )
+        new = max(MEASURED_TOKENS, 3 * max(way.levels for way in self.ways))
+        if length + new > room:
+            length = new = room // 2
+        size = (batch, length)
+        prompts = np.random.default_rng(0).integers(self.target.config.vocab_size, size=size)
+        found = self.begin(prompts.tolist(), new, [], GREEDY, teaches=False)
+        rounds = min(ROUNDS, max(1, new // (3 * shape.levels)))  # even if all drafts are accepted
+        calls = [found.take(shape, 2 * rounds), found.take(shape, rounds)]
+        last = [call for call in calls if call.rounds][-1]  # small caches may end the answers early
+        return last.seconds / last.rounds
 
     def agreed(self, choose: Callable[[], T]) -> T:
         """Returns `choose()`, on a mesh of several processes the value that process 0 computes.

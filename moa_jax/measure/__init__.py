@@ -1,5 +1,4 @@
-"""The cost of a round, by which mode auto chooses.
+"""Measurements that alternate.
 
 turns.py        several ways to do the same work, measured side by side
-pricing.py      what a round of each way costs
 """

@@ -40,7 +40,6 @@ from moa_jax.config import (
     Sampling,
     TargetConfig,
 )
-from moa_jax.decode.costs import Costs, Place
 from moa_jax.decode.draft_vocabulary import DraftVocabulary
 from moa_jax.decode.engine import Engine, Request
 from moa_jax.decode.state import StaticConfig
@@ -56,6 +55,7 @@ from moa_jax.pretrained import (
     save_target,
     table_of,
 )
+from moa_jax.speculation.cost_table import CostTable
 from moa_jax.split.server_target import DraftRequest, TargetSlots
 from tests.conftest import arrays_of
 from tests.pairs import as_recorded, options_of_case, prompts_of
@@ -157,12 +157,12 @@ def stored(name: str, mesh: Mesh | None, weights: str | None) -> tuple[Target, L
     return loaded, load_drafter(folder / "draft", loaded, weights=weights)
 
 
-def costs_of(batches: Sequence[int]) -> Costs:
+def costs_of(batches: Sequence[int]) -> CostTable:
     """A chain costs little more than plain decoding, so it is worth it now and then."""
-    costs = Costs(Place("none", "float32", None, "none", 1))
+    costs = CostTable()
     for batch in batches:
-        costs.put(batch, SHAPES["plain"], 1.0)
-        costs.put(batch, SHAPES["chain"], 1.35)
+        costs.put(batch, SHAPES["plain"], 64, 1.0)
+        costs.put(batch, SHAPES["chain"], 64, 1.35)
     return costs
 
 

@@ -15,11 +15,11 @@ import pytest
 
 from moa_jax import Session
 from moa_jax.config import DraftShape, Sampling
-from moa_jax.decode.auto import Chooser
-from moa_jax.decode.costs import Costs
-from moa_jax.decode.session import GREEDY, PLAIN
+from moa_jax.decode.session import GREEDY
 from moa_jax.decode.step import CATCH_UP
 from moa_jax.pairs import LOOKUP
+from moa_jax.speculation.controller import NO_DRAFT, ROUNDS, DraftController
+from moa_jax.speculation.cost_table import CostTable
 from tests.decode.test_chunks import KINDS, PROMPTS, drafter, target
 from tests.pairs import NO_STOP
 
@@ -35,23 +35,16 @@ kinds = pytest.mark.parametrize(
 
 
 class Script:
-    """A chooser that takes what it is told, again and again, and keeps what it hears."""
+    """A controller that repeats its choices and records what it observes."""
 
     def __init__(self, *choices: tuple[DraftShape, int]) -> None:
-        self.choices, self.all_heard = itertools.cycle(choices), []
-        self.begun: list[int] = []  # tokens of texts that began alone, 0 where several did
+        self.choices, self.observed = itertools.cycle(choices), []
 
-    def begins(self, tokens: int) -> None:
-        self.begun.append(tokens)
-
-    def joins(self, tokens: int, others: int) -> None:
-        self.begun += [0] * (others == 0)
-
-    def next(self, costs, ready):
+    def next(self, costs, lag_ms):
         return next(self.choices)
 
-    def heard(self, shape, accepted, rounds):
-        self.all_heard.append((shape, [*map(int, accepted)], rounds))
+    def observe(self, costs, shape, accepted, rounds, batch):
+        self.observed.append((shape, [*map(int, accepted)], rounds))
 
 
 @functools.cache
@@ -67,11 +60,21 @@ def session(name: str) -> Session:
 
 def scripted(name: str, *choices: tuple[DraftShape, int]) -> Session:
     found = session(name)
-    found.chooser = Script(*choices)
+    found.controller = Script(*choices)
+    found.round_costs = lambda batch, length: dict.fromkeys(found.ways, 1.0)
+    found._is_ready = lambda way, arrays: True
     return found
 
 
-SWITCHES = [(CHAIN, 2), (PLAIN, 3), (TREE, 1), (PLAIN, 2), (PLAIN, 9), (LONG, 2), (PLAIN, 1)]
+SWITCHES = [
+    (CHAIN, 2),
+    (NO_DRAFT, 3),
+    (TREE, 1),
+    (NO_DRAFT, 2),
+    (NO_DRAFT, 9),
+    (LONG, 2),
+    (NO_DRAFT, 1),
+]
 SAMPLED = Sampling(0.9, top_k=20, repetition_penalty=1.2, seed=3)
 LAWS = [SAMPLED, Sampling(1.0, seed=4), GREEDY, GREEDY]
 
@@ -98,15 +101,15 @@ def assert_switches_leave_the_text(name: str, law: Sampling | list[Sampling]) ->
     assert [row.token_ids for row in found] == [row.token_ids for row in expected]
     for row in found:
         assert 1 + sum(row.accept_lengths) == NEW and len(row.drafted) == row.rounds
-    heard = {shape for shape, *_ in session(name).chooser.all_heard}
-    assert heard == {way for way, _ in choices}
+    observed = {shape for shape, *_ in session(name).controller.observed}
+    assert observed == {way for way, _ in choices}
 
 
 @pytest.mark.slow
 @kinds
 def test_what_plain_rounds_left_is_made_up_for(name):
     """Then the drafter's caches, and so its drafts, are those that it has after a longer prompt."""
-    found = scripted(name, (PLAIN, BEHIND)).begin(SOME, NEW, NO_STOP, GREEDY)
+    found = scripted(name, (NO_DRAFT, BEHIND)).begin(SOME, NEW, NO_STOP, GREEDY)
     for _ in range(3):
         assert found.call()[1] == BEHIND
     assert CATCH_UP < 3 * BEHIND < 2 * CATCH_UP
@@ -136,7 +139,7 @@ def test_drafts_after_plain_rounds_are_as_good():
     (always,) = scripted("moa-0", (CHAIN, 4)).generate(SOME[1:2], NEW, NO_STOP)
     ends = np.cumsum(always.accept_lengths).tolist()
     count = max(end for end in ends if end <= BEHIND)
-    (late,) = scripted("moa-0", (PLAIN, count), *[(CHAIN, NEW)] * 9).generate(
+    (late,) = scripted("moa-0", (NO_DRAFT, count), *[(CHAIN, NEW)] * 9).generate(
         SOME[1:2], NEW, NO_STOP
     )
     assert late.drafted[: count + 1] == [0] * count + [2]
@@ -147,7 +150,7 @@ def test_drafts_after_plain_rounds_are_as_good():
 def test_the_drafter_reads_the_last_token_too(rounds):
     """Also where it lags by one token, or by one more than a turn holds."""
     found = scripted("moa-1").begin(SOME[:1], NEW, NO_STOP, GREEDY)
-    found.take(PLAIN, rounds)
+    found.take(NO_DRAFT, rounds)
     now = found.state.round
     assert int(now.length_B[0] - now.draft_lag.draft_len_B[0]) == rounds
     found.catch_up()
@@ -155,13 +158,13 @@ def test_the_drafter_reads_the_last_token_too(rounds):
     assert int(now.length_B[0]) == int(now.draft_lag.draft_len_B[0])
 
 
-def test_rounds_that_were_cut_are_not_heard():
+def test_truncated_rounds_are_not_observed():
     """Whatever a row accepted in its last round says nothing of the drafter."""
     found = scripted("moa-1", (CHAIN, 3))
     rows = found.generate(SOME, [17, 1, 9, 17], NO_STOP)  # one ends before its first round
-    heard = [n for _, accepted, _ in found.chooser.all_heard for n in accepted]
+    observed = [n for _, accepted, _ in found.controller.observed for n in accepted]
     counted = [n - 1 for row in rows for n in row.accept_lengths[:-1]]
-    assert sorted(heard) == sorted(counted)
+    assert sorted(observed) == sorted(counted)
 
 
 @pytest.mark.slow
@@ -175,16 +178,18 @@ def test_without_costs_nothing_else_is_compiled():
 
 
 def test_a_drafter_without_weights_drafts_what_repeats_and_no_more():
-    """Without costs, too: one missed round leads to plain ones, and several texts have no other."""
+    """Without costs, too: a miss is followed by plain rounds, and several texts have no other."""
     found, rows = Session(target(), drafter("lookup"), CHAIN, ways=(LONG,)), []
     new, *_ = plain().generate([SOME[1]], NEW, NO_STOP)
     prompts = [SOME[1], [*SOME[1], *new.token_ids[:6]]]  # the second one repeats from here on
     for prompt, told in zip(prompts, (0, 6), strict=True):
-        found.chooser = Chooser(found.ways, found.shape, found.first)
+        found.controller = DraftController(4)
         rows += found.generate([prompt], 24, NO_STOP)
         assert rows[-1].token_ids == new.token_ids[told:][:24]
-    assert rows[0].drafted == [2] + [0] * 22
+    estimated = sum(1.4 if drafted else 1.0 for drafted in rows[0].drafted)
+    assert rows[0].drafted[:3] == [2, 0, 0] and estimated <= 23
     assert rows[1].accept_lengths[:2] == [3, 2] and rows[1].drafted[:2] == [2, 2]
+    assert not found.sync_ms  # whose milliseconds would count beside estimated plain rounds
     both = found.generate([SOME[1]] * 2, 24, NO_STOP)
     assert all(row.token_ids == new.token_ids[:24] for row in both)
     assert {drafted for row in both for drafted in row.drafted} == {0}
@@ -195,9 +200,9 @@ def test_a_drafter_without_weights_drafts_what_repeats_and_no_more():
 @pytest.mark.slow
 def test_ways_with_costs_are_compiled_in_the_background():
     """And are chosen as soon as they are there."""
-    costs = Costs(None)
-    for shape, ms in ((PLAIN, 1.0), (CHAIN, 50.0), (LONG, 60.0)):
-        costs.put(1, shape, ms)
+    costs = CostTable()
+    for shape, ms in ((NO_DRAFT, 1.0), (CHAIN, 50.0), (LONG, 60.0)):
+        costs.put(1, shape, 64, ms)
     found = Session(target(), drafter("moa-0"), CHAIN, ways=(LONG, TREE), costs=costs)
     (first,) = found.generate(SOME[1:2], NEW, NO_STOP)
     found.background.wait()
@@ -206,6 +211,30 @@ def test_ways_with_costs_are_compiled_in_the_background():
     assert compiled == found.num_compiled == 5
     assert first.token_ids == then.token_ids
     assert set(first.drafted) != {0} and then.drafted.count(0) > 40
+
+
+def test_the_drafters_lag_is_passed_to_the_controller():
+    """Turns of 32 tokens that the drafter has to read, at the shortest time of a turn so far."""
+    found = scripted("moa-1", (NO_DRAFT, CATCH_UP + 1), (CHAIN, 1))
+    found.sync_ms, lags = {1: 2.0}, []
+    found.controller.next = lambda costs, lag_ms: (
+        lags.append(lag_ms) or next(found.controller.choices)
+    )
+    begun = found.begin(SOME[:1], NEW, NO_STOP, GREEDY)
+    for _ in range(3):
+        begun.call()
+    assert lags == [0.0, 4.0, 0.0] and 0 < found.sync_ms[1] <= 2.0
+
+
+def test_calls_that_run_alone_correct_the_costs():
+    found = scripted("moa-1", (CHAIN, ROUNDS), (CHAIN, 1))
+    found.costs = CostTable()
+    found.costs.put(1, CHAIN, 64, 1e-6)
+    begun = found.begin(SOME[:1], NEW, NO_STOP, GREEDY)
+    begun.call()
+    (corrected,) = found.costs.for_batch(1, 64).values()
+    begun.call()  # shorter than ROUNDS
+    assert found.costs.ms(1, CHAIN, 64) == corrected > 1e-6
 
 
 def test_room_is_for_the_largest_way_and_for_catching_up():
@@ -217,18 +246,18 @@ def test_room_is_for_the_largest_way_and_for_catching_up():
 
 def test_a_way_is_ready_when_all_that_it_needs_is_compiled():
     """Rounds of plain decoding need the program that catches up, too."""
-    costs = Costs(None)
-    for shape in (PLAIN, CHAIN):
-        costs.put(1, shape, 1.0)
+    costs = CostTable()
+    for shape in (NO_DRAFT, CHAIN):
+        costs.put(1, shape, 64, 1.0)
     found = Session(target(), drafter("moa-0"), CHAIN, ways=(LONG,), costs=costs)
     found.background.submit = lambda *job: None
     begun, ready = found.begin(SOME[1:2], NEW, NO_STOP, GREEDY), set()
-    found.loop(*begun.arrays, PLAIN)
-    found.next(begun.arrays, ready)
+    found.loop(*begun.arrays, NO_DRAFT)
+    found.next(begun.arrays, ready, found.round_costs(1, 9))
     assert ready == {CHAIN}
     found.catching_up(begun.state)
-    found.next(begun.arrays, ready)
-    assert ready == {CHAIN, PLAIN}
+    found.next(begun.arrays, ready, found.round_costs(1, 9))
+    assert ready == {CHAIN, NO_DRAFT}
 
 
 def test_what_is_timed_runs_alone():
@@ -246,14 +275,13 @@ def test_what_is_timed_runs_alone():
 
 
 def test_a_session_that_drafts_nothing_chooses_nothing():
-    found = Session(target(), drafter("moa-0"), PLAIN, ways=(LONG,))
-    assert found.chooser is None and not found.catches_up
+    found = Session(target(), drafter("moa-0"), NO_DRAFT, ways=(LONG,))
+    assert found.controller is None and not found.catches_up
 
 
 @pytest.mark.slow
 def test_levels_of_each_round_are_those_of_its_way():
-    found = scripted("moa-0", (TREE, 2), (PLAIN, 1), (LONG, 1))
+    found = scripted("moa-0", (TREE, 2), (NO_DRAFT, 1), (LONG, 1))
     (row,) = found.generate(SOME[1:2], 30, NO_STOP)
-    assert found.chooser.begun[-1] == len(SOME[1])
     assert row.drafted[:4] == [4, 4, 0, 4] and list(row.drafted_levels[:4]) == [2, 2, 0, 4]
     assert len(row.drafted_levels) == row.rounds

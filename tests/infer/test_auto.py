@@ -13,9 +13,10 @@ from infer.cli.program import Parser
 from moa_jax import Result
 from moa_jax.config import DraftShape
 from moa_jax.decode.generation import Call
-from moa_jax.decode.session import PLAIN, Session
+from moa_jax.decode.session import Session
 from moa_jax.errors import InputError
-from moa_jax.measure.pricing import price
+from moa_jax.speculation.calibrate import TURNS
+from moa_jax.speculation.controller import NO_DRAFT
 from tests.decode.test_chunks import drafter, target
 
 OWN = DraftShape(4)
@@ -30,14 +31,14 @@ def parse(*flags: str):
 
 def test_ways_are_plain_the_own_shape_chains_and_a_tree():
     ways = auto.ways_of(OWN)
-    assert ways[:2] == (PLAIN, OWN) and DraftShape(8) in ways and len(set(ways)) == len(ways)
+    assert ways[:2] == (NO_DRAFT, OWN) and DraftShape(8) in ways and len(set(ways)) == len(ways)
     assert sum(way.is_dynamic for way in ways) == 1
     drawn = auto.ways_of(DraftShape(4, sampled=True))
-    assert all(way.is_chain and (way.sampled or way == PLAIN) for way in drawn)
+    assert all(way.is_chain and (way.sampled or way == NO_DRAFT) for way in drawn)
 
 
 def test_a_drafter_without_weights_has_its_own_shape_alone():
-    assert auto.ways_of(OWN, drafter("lookup")) == (PLAIN, OWN)
+    assert auto.ways_of(OWN, drafter("lookup")) == (NO_DRAFT, OWN)
     assert auto.ways_of(OWN, drafter("moa-0")) == auto.ways_of(OWN)
 
 
@@ -58,46 +59,53 @@ def session_of(folder) -> Session:
     return pair.open_session(args, target(), drafter("moa-0"))
 
 
-def test_costs_are_measured_once(tmp_path, monkeypatch, capsys):
-    """A second session finds them; one whose file is damaged says so and measures anew."""
-    measured = []
+@pytest.fixture
+def timed(monkeypatch) -> list[int]:
+    """The batches that sessions time, without decoding."""
+    batches: list[int] = []
 
-    def price(session, batch, go_on=None):
-        measured.append(batch)
-        return {way: 1.0 + way.num_drafted for way in session.ways}
+    def seconds(session, batch, shape, length):
+        batches.append(batch)
+        return 1e-3 * (1.0 + shape.num_drafted)
 
+    monkeypatch.setattr(Session, "seconds_of_a_round", seconds)
+    return batches
+
+
+def test_costs_are_measured_once(tmp_path, monkeypatch, capsys, timed):
+    """A second session finds them; a damaged file is reported and measured anew."""
     monkeypatch.setattr(auto, "folder", lambda: tmp_path)
-    monkeypatch.setattr(auto, "price", price)
     first = session_of(tmp_path)
-    assert pair.mode_of(first) == "auto" and first.costs.for_batch(1) == {}
+    calls = len(first.ways) * (1 + TURNS)
+    assert pair.mode_of(first) == "auto" and first.costs.entries() == []
     auto.fill(first)
     auto.fill(first)
     second = session_of(tmp_path)
     auto.fill(second)
-    assert measured == [1] and second.costs.for_batch(1) == first.costs.for_batch(1)
-    assert second.costs.ms(1, PLAIN) == 1.0
+    assert timed == [1] * calls and second.costs.entries() == first.costs.entries()
+    assert second.costs.ms(1, NO_DRAFT, 64) == 1.0
     auto.fill(second, 4)
-    assert measured == [1, 4] and session_of(tmp_path).costs.ms(4, PLAIN) == 1.0
+    assert timed[calls:] == [4] * calls and session_of(tmp_path).costs.ms(4, NO_DRAFT, 64) == 1.0
     assert capsys.readouterr().err.count("timing") == 2
     (path,) = tmp_path.iterdir()
     path.write_text("{")
     third = session_of(tmp_path)
-    assert capsys.readouterr().err.count("\n") == 1 and third.costs.for_batch(1) == {}
+    assert capsys.readouterr().err.count("\n") == 1 and third.costs.entries() == []
     auto.fill(third)
-    assert measured == [1, 4, 1]
+    assert timed[2 * calls :] == [1] * calls
 
 
 def test_other_models_weights_and_cores_have_costs_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "folder", lambda: tmp_path)
-    places = {
-        auto.costs_of(target(), drafter("moa-0"), None, None).place,
-        auto.costs_of(target(), drafter("moa-1"), None, None).place,
-        auto.costs_of(target(), drafter("moa-0"), None, "int8").place,
-        auto.costs_of(target(), drafter("moa-0"), SimpleNamespace(ids_U=[1, 2]), None).place,
+    keys = {
+        auto.costs_of(target(), drafter("moa-0"), None, None).key,
+        auto.costs_of(target(), drafter("moa-1"), None, None).key,
+        auto.costs_of(target(), drafter("moa-0"), None, "int8").key,
+        auto.costs_of(target(), drafter("moa-0"), SimpleNamespace(ids_U=[1, 2]), None).key,
     }
     monkeypatch.setattr(auto, "_num_cores", lambda: 99)
-    places.add(auto.costs_of(target(), drafter("moa-0"), None, None).place)
-    assert len(places) == 5
+    keys.add(auto.costs_of(target(), drafter("moa-0"), None, None).key)
+    assert len(keys) == 5
 
 
 def test_without_a_compile_cache_costs_stay_in_memory(monkeypatch):
@@ -114,63 +122,50 @@ def test_without_a_compile_cache_costs_stay_in_memory(monkeypatch):
         jax.config.update("jax_compilation_cache_dir", was)
 
 
-def test_a_chat_measures_while_somebody_types(monkeypatch, capsys):
-    """Without a word, once, and not at all where a program ends."""
-    asked = []
-
-    def price(session, batch, go_on):
-        asked.append(go_on())
-        return {way: 1.0 for way in session.ways}
-
-    monkeypatch.setattr(auto, "price", price)
+def test_a_chat_measures_while_a_user_types(capsys, timed):
+    """Silently and once."""
     session = session_of(None)
     for _ in range(2):
         auto.fill_meanwhile(session)
         session.background.wait()
-    assert asked == [True] and session.costs.ms(1, PLAIN) == 1.0
+    assert timed == [1] * len(session.ways) * (1 + TURNS)
+    assert session.costs.ms(1, NO_DRAFT, 64) == 1.0
     assert capsys.readouterr().err == ""
 
 
-def test_pricing_gives_up_when_it_is_told_to():
-    session = Session(target(), drafter("moa-0"), OWN, ways=(DraftShape(3),))
-    assert price(session, 1, lambda: False) == {}
+def test_a_chat_that_ends_stops_measuring(capsys, timed, monkeypatch, caplog):
+    session = session_of(None)
+    monkeypatch.setattr(auto.threading, "main_thread", lambda: SimpleNamespace(is_alive=bool))
+    auto.fill_meanwhile(session)
+    session.background.wait()
+    assert not timed and session.costs.entries() == [] and not caplog.records
 
 
-def test_a_price_leaves_out_the_rounds_in_which_caches_warm_up(monkeypatch):
-    class Cold:
-        """A generation whose first rounds are slow."""
+class Timed:
+    """A generation of a number of rounds, of which each has a time."""
 
-        def __init__(self) -> None:
-            self.rounds = 0
+    def __init__(self, seconds: list[float]) -> None:
+        self.seconds, self.taken = seconds, []
 
-        def take(self, way, rounds):
-            first, self.rounds = self.rounds, self.rounds + rounds
-            spent = sum(1.0 if index < 14 else 0.25 for index in range(first, self.rounds))
-            return Call(way, rounds, spent)
-
-        def catch_up(self):
-            return 1.0
-
-    ways = (PLAIN, OWN)
-    monkeypatch.setattr("moa_jax.measure.pricing._begin", lambda session, batch: Cold())
-    found = price(SimpleNamespace(ways=ways))
-    assert found == {PLAIN: 1e3 * (0.25 + 1 / 32), OWN: 250.0}  # plain: its share of catching up
+    def take(self, shape, rounds):
+        spent = self.seconds[sum(self.taken) :][:rounds]
+        self.taken.append(len(spent))
+        return Call(shape, len(spent), sum(spent))
 
 
-@pytest.mark.parametrize("total, rounds, before", [(20, 8, 12), (15, 8, 7), (3, 2, 1), (1, 1, 0)])
-def test_a_way_whose_drafts_end_the_text_has_a_price(total, rounds, before, monkeypatch):
-    class Short:
-        """A text that ends after few rounds, each slower than the one before."""
-
-        taken = 0
-
-        def take(self, way, rounds):
-            first, self.taken = self.taken, min(self.taken + rounds, total)
-            return Call(way, self.taken - first, float(sum(range(first, self.taken))))
-
-    monkeypatch.setattr("moa_jax.measure.pricing._begin", lambda session, batch: Short())
-    found = price(SimpleNamespace(ways=(OWN,)))
-    assert found == {OWN: 1e3 * sum(range(before, total)) / rounds}
+@pytest.mark.parametrize(
+    "shape, seconds, found",
+    [
+        (OWN, [1.0] * 16 + [0.25] * 8 + [9.0], 0.25),  # a CPU's caches warm up
+        (DraftShape(64), [1.0, 1.0, 0.25, 9.0], 0.25),  # few rounds fit if all drafts are accepted
+        (OWN, [0.5] * 3, 0.5),  # small caches end the answers early
+    ],
+)
+def test_a_round_is_timed_after_rounds_that_do_not_count(shape, seconds, found, monkeypatch):
+    session = Session(target(), drafter("moa-0"), OWN, ways=(shape,))
+    begun = Timed(seconds)
+    monkeypatch.setattr(session, "begin", lambda *arguments, teaches: begun)
+    assert session.seconds_of_a_round(1, shape, 64) == found
 
 
 class Fake:
@@ -206,18 +201,19 @@ def test_bundled_questions_are_one_of_each_set(monkeypatch):
 
 
 @pytest.mark.slow
-def test_prices_are_of_every_way_and_teach_nothing(monkeypatch):
-    """Random prompts say nothing of what people ask."""
-    monkeypatch.setattr("moa_jax.measure.pricing.TURNS", 2)
+def test_timed_rounds_are_not_observed(monkeypatch):
+    """Random prompts say nothing about the drafter."""
     session = Session(target(), drafter("moa-0"), OWN, ways=(DraftShape(3, 2, 4),))
-    monkeypatch.setattr(session.chooser, "heard", None)
-    found = price(session, batch=2)
-    assert set(found) == set(session.ways) and all(0 < ms < 1e4 for ms in found.values())
+    monkeypatch.setattr(session.controller, "observe", None)
+    monkeypatch.setattr(session.costs, "update", None)
+    for shape in session.ways:
+        assert 0 < session.seconds_of_a_round(2, shape, 64) < 10
 
 
 @pytest.mark.slow
-def test_prices_need_room():
+def test_timing_needs_room():
     small = Session(target(), drafter("moa-0"), OWN, ways=(DraftShape(3),), cache_rows=128)
-    assert set(price(small)) == set(small.ways)
+    assert all(small.seconds_of_a_round(1, shape, 64) > 0 for shape in small.ways)
+    small = Session(target(), drafter("moa-0"), OWN, ways=(DraftShape(64, 2),), cache_rows=128)
     with pytest.raises(InputError, match="make them larger"):
-        price(Session(target(), drafter("moa-0"), OWN, ways=(DraftShape(64, 2),), cache_rows=128))
+        small.seconds_of_a_round(1, OWN, 64)

@@ -153,7 +153,7 @@ def test_a_small_target_drafts_from_it_where_costs_say_so(
     for each, ms in ((beside, narrow_ms), (None, 1.0)):
         costs = auto.costs_of(target, drafter, each, None)
         if ms is not None:
-            costs.put(1, DraftShape(5), ms)
+            costs.put(1, DraftShape(5), auto.LENGTH, ms)
             auto.save_costs(auto.folder(), costs)
     assert (vocabulary_flags.default_of(target, drafter, None) is not None) == is_used
 

@@ -7,7 +7,8 @@ from statistics import median
 
 import pytest
 
-from infer.split_client.pace import PRIOR, DraftPace, NextDraft
+from infer.split_client.pace import DraftPace, NextDraft
+from moa_jax.speculation.acceptance import PRIOR
 
 LENGTHS = [1, 2, 3, 4, 6, 8]
 
@@ -39,7 +40,7 @@ def test_pace_learns_how_often_drafts_are_right():
 
 def test_pace_forgets_what_was():
     pace = seen(0.05, 0.005, 0.95)
-    for _ in range(100):
+    for _ in range(200):
         pace.saw_reply(0.05, 8, 0, ahead=False)
     assert pace.choose().steps == 1
     for _ in range(100):
@@ -91,7 +92,7 @@ def test_pace_choice_is_the_best_by_its_own_law(seed):
         steps, ahead = pace.choose(ready)
         reply, token = median(pace.reply_s or [0.0]), median(pace.token_s or [0.0])
         speeds = {k: pace.committed(k) / max(reply + k * token, 1e-9) for k in pace.lengths}
-        assert all(0 <= rate <= 1 for rates in pace._rates.values() for rate in rates)
+        assert all(0 <= rate <= 1 for rates in pace._rates.values() for rate in rates._rates)
         if ahead:
             assert steps == min(ready, pace.lengths[-1])
             speed = pace.committed(steps, ahead=True) / max(reply, 1e-9)

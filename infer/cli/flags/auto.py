@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from moa_jax.config import DraftShape
-from moa_jax.decode.costs import Costs, Place, load_costs, pair_of, priced_as, save_costs
 from moa_jax.decode.draft_vocabulary import DraftVocabulary, vocabulary_beside
-from moa_jax.decode.session import DEFAULT_DEPTH, PLAIN, Session
-from moa_jax.measure.pricing import NEW, PROMPT, price
+from moa_jax.decode.session import DEFAULT_DEPTH, Session
 from moa_jax.model.sharding import mesh_of, name_of
 from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.speculation.calibrate import Cell, calibrate
+from moa_jax.speculation.controller import NO_DRAFT
+from moa_jax.speculation.cost_table import CostKey, CostTable, load_costs, pair_hash, save_costs
 
 CHAINS = (3, 5, 8)  # depths, besides the drafter's own
 TREE = {"cpu": DraftShape(5, 4, 16)}  # a CPU verifies few tokens at once
 TREE_ELSEWHERE = DraftShape(7, 8, 62)  # the paper's
 FOLDER = "costs"  # below the folder of the compilation cache
+LENGTH = 64  # tokens in the caches when a round is timed; calls that run alone correct the cost
 # A draft vocabulary omits a few percent of the tokens, and an omitted token ends a draft. So rounds
 # with a draft vocabulary must take at most this share of the time of rounds without.
 MOST_OF_A_ROUND = 0.95
@@ -34,10 +37,10 @@ def ways_of(own: DraftShape, drafter: LoadedDrafter | None = None) -> tuple[Draf
     round, so that the compiler takes no cores from an answer that is hardly drafted.
     """
     if drafter is not None and not drafter.params:
-        return PLAIN, own
+        return NO_DRAFT, own
     chains = tuple(DraftShape(depth, sampled=own.sampled) for depth in CHAINS)
     tree = TREE.get(jax.default_backend(), TREE_ELSEWHERE)
-    return tuple(dict.fromkeys((PLAIN, own, *chains, *(() if own.sampled else (tree,)))))
+    return tuple(dict.fromkeys((NO_DRAFT, own, *chains, *(() if own.sampled else (tree,)))))
 
 
 def costs_of(
@@ -45,18 +48,20 @@ def costs_of(
     drafter: LoadedDrafter,
     vocabulary: DraftVocabulary | None,
     weights: str | None,
-) -> Costs:
+) -> CostTable:
     """The cost table of this pair on this device; empty before the first measurement."""
     size = len(vocabulary.ids_U) if vocabulary else target.config.vocab_size
-    kind, mesh = jax.devices()[0].device_kind, mesh_of(target.params)
-    place = Place(
+    device, mesh = jax.devices()[0], mesh_of(target.params)
+    kind = device.device_kind
+    key = CostKey(
         device_kind=kind if mesh is None else f"{kind}, mesh {name_of(mesh)}",
         dtype=str(target.params["embed"].dtype),
         weights=weights,
-        pair=pair_of(target.config, drafter.method, drafter.config, size),
+        pair=pair_hash(target.config, drafter.method, drafter.config, size),
         cores=_num_cores(),
+        driver=device.client.platform_version,
     )
-    costs, notice = load_costs(folder(), place)
+    costs, notice = load_costs(folder(), key)
     if notice:
         print(notice, file=sys.stderr)
     return costs
@@ -69,31 +74,38 @@ def fill(session: Session, batch: int = 1, keep: bool = True) -> None:
             f"compiling and timing {len(session.ways)} ways to decode, once on this machine",
             file=sys.stderr,
         )
-        _measure(session, batch)
+        calibrate(session.costs, _cells(session, batch), session.seconds_of_a_round)
         if keep:
             save_costs(folder(), session.costs)
 
 
 def fill_meanwhile(session: Session, batch: int = 1) -> None:
     """`fill` in the background, silently; stops when the main thread ends."""
-    if session.chooser is not None and _lacks(session, batch):
-        lives = threading.main_thread().is_alive
+    if session.controller is not None and _lacks(session, batch):
 
         def measure() -> None:
-            _measure(session, batch, lives)
-            save_costs(folder(), session.costs)
+            with contextlib.suppress(_Ended):
+                calibrate(session.costs, _cells(session, batch), seconds)
+                save_costs(folder(), session.costs)
+
+        def seconds(*cell: Any) -> float:
+            if not threading.main_thread().is_alive():
+                raise _Ended
+            return session.seconds_of_a_round(*cell)
 
         session.background.submit("costs", measure)
 
 
+class _Ended(Exception):
+    """The main thread has ended while costs were measured."""
+
+
 def _lacks(session: Session, batch: int) -> bool:
-    return any(session.costs.ms(batch, way) is None for way in session.ways)
+    return not all(session.costs.has(*cell) for cell in _cells(session, batch))
 
 
-def _measure(session: Session, batch: int, *go_on: Callable[[], bool]) -> None:
-    rows = session.room.rows_for(PROMPT + NEW)
-    for way, ms in price(session, batch, *go_on).items():
-        session.costs.put(batch, priced_as(way) or way, ms, rows)
+def _cells(session: Session, batch: int) -> list[Cell]:
+    return [(batch, way, LENGTH) for way in session.ways]
 
 
 def fill_vocabularies(target: Target, drafter: LoadedDrafter | None, weights: str | None) -> None:
@@ -104,11 +116,11 @@ def fill_vocabularies(target: Target, drafter: LoadedDrafter | None, weights: st
     beside = drafter and vocabulary_beside(target, drafter)
     for vocabulary in (beside, None) if beside else ():
         costs, own = _own_chain(target, drafter, vocabulary, weights)
-        if costs.ms(1, own) is None:
+        if not costs.has(1, own, LENGTH):
             size = len(vocabulary.ids_U) if vocabulary else target.config.vocab_size
             print(f"timing drafts from {size} tokens, once on this machine", file=sys.stderr)
             session = Session(target, drafter, own, costs=costs, vocabulary=vocabulary)
-            _measure(session, 1)
+            calibrate(costs, _cells(session, 1), session.seconds_of_a_round)
             save_costs(folder(), costs)
 
 
@@ -117,7 +129,7 @@ def vocabulary_pays(
 ) -> bool:
     """Whether rounds with the draft vocabulary are shorter, according to the cost tables."""
     narrow, whole = (
-        costs.ms(1, own)
+        costs.ms(1, own, LENGTH)
         for costs, own in (
             _own_chain(target, drafter, each, weights) for each in (vocabulary, None)
         )
@@ -130,7 +142,7 @@ def _own_chain(
     drafter: LoadedDrafter,
     vocabulary: DraftVocabulary | None,
     weights: str | None,
-) -> tuple[Costs, DraftShape]:
+) -> tuple[CostTable, DraftShape]:
     shape = DraftShape(drafter.depth or DEFAULT_DEPTH)
     return costs_of(target, drafter, vocabulary, weights), shape
 

@@ -360,8 +360,8 @@ def kind_of(shape: DraftShape) -> str:
 
 
 def mode_of(session: Session) -> str:
-    """The mode of a session: auto if the session has a chooser, else the mode of its shape."""
-    return AUTO if session.chooser is not None else kind_of(session.shape)
+    """The mode of a session: auto if the session has a controller, else the mode of its shape."""
+    return AUTO if session.controller is not None else kind_of(session.shape)
 
 
 def open_session(

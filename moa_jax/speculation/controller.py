@@ -1,0 +1,128 @@
+"""Chooses draft shapes so that drafting owes plain decoding at most a small debt.
+
+    debt: time of drafted rounds beyond what plain decoding takes for the same tokens
+
+      LIMIT |- - - - - - - .- - - - - - - - - - - - -   at the limit drafts pause
+            |            .' '.
+            |   probe  .'     '.                        a loss raises the debt
+          0 |--.'.---.'---------'.--------------------  every round repays BUDGET of its time
+            |     '.'             '.
+            |                       '.                  a gain lowers the debt at once
+      -KEPT |- - - - - - - - - - - - -'..............   gains are kept for KEPT rounds
+
+best     the shape with the most expected tokens per millisecond
+probe    if plain decoding is best: the shape with the most at the upper confidence bounds of its
+         acceptance rates, for PROBE_ROUNDS rounds at most
+
+Both run only for as many rounds as keep the debt below LIMIT if all drafts are rejected.
+
+Plain rounds measure no acceptance. They age the rates, which widens the confidence intervals until
+a probe can win again. A shape that cannot win even if all drafts are accepted is never tried.
+
+A batch has one debt and one vector of rates. In simulation a batch of 8 loses no more than one
+request, so drafting needs no larger gain for several requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from moa_jax.config import DraftShape
+from moa_jax.speculation.acceptance import AcceptanceRates
+
+NO_DRAFT = DraftShape(1)
+# Share of the time that drafting may owe. The promise is 2 %; half of it is left for what no cost
+# has: the launch of a call of few rounds, and caches that another program has filled.
+BUDGET = 0.01
+# Plain rounds of debt at which drafts pause: two probes of an H100's tree (1.7 plain rounds each),
+# or the first eight rounds of a chain that takes half a plain round more.
+LIMIT = 4.0
+# Plain rounds of gains that may be lost again: fewer than a sentence's tokens, so that a change of
+# text is noticed within the sentence.
+KEPT = 20.0
+# Rounds between choices: a call's launch and transfer then take less than 2 % of the call on an
+# H100 (0.5 ms of 8 x 5 ms), and a request that arrives waits less than 0.1 s.
+ROUNDS = 8
+# One round of a probe may fall on a token that is hard for any drafter; two seldom do.
+PROBE_ROUNDS = 2
+# Standard errors of the upper confidence bounds: 98 % of the rates are below.
+DEVIATIONS = 2.0
+
+
+class ShapeChoice(NamedTuple):
+    """The shape of the next rounds."""
+
+    shape: DraftShape
+    rounds: int  # until `DraftController.next` is called again
+
+
+class DraftController:
+    """Chooses among the shapes that can run, for all requests of an engine or a session.
+
+    The class is pure: no clock, no randomness. Times are those of the cost table.
+    """
+
+    def __init__(self, levels: int) -> None:
+        """`levels` is the largest number of levels below the root of any shape."""
+        self.acceptance = AcceptanceRates(levels)
+        self.debt_ms = 0.0
+        self._num_rounds = 0
+
+    def next(self, costs: Mapping[DraftShape, float], lag_ms: float = 0.0) -> ShapeChoice:
+        """Returns the shape of the next rounds.
+
+        `costs` has the milliseconds of a round for each shape that can run now, for this batch.
+        Without plain decoding among them the fastest shape runs. `lag_ms` is the time that the
+        drafter needs to catch up before a drafted round; a choice that drafts adds it to the debt.
+        Raises ValueError without costs.
+        """
+        if not costs:
+            raise ValueError("no draft shape has a cost; calibrate one first")
+        speed = lambda shape: self.acceptance.tokens(shape) / costs[shape]
+        upper_speed = lambda shape: self.acceptance.tokens(shape, DEVIATIONS) / costs[shape]
+        shape = max(costs, key=speed)
+        rounds = most = min(max(self._num_rounds, 1), ROUNDS)  # few at first, to learn early
+        if NO_DRAFT not in costs:
+            return ShapeChoice(shape, rounds)
+        plain_ms = costs[NO_DRAFT]
+        if shape == NO_DRAFT:
+            shape, most = max(costs, key=upper_speed), PROBE_ROUNDS
+        loss_ms = costs[shape] - plain_ms  # of a round whose drafts are all rejected
+        if loss_ms > 0:
+            most = min(most, int((LIMIT * plain_ms - self.debt_ms - lag_ms) / loss_ms))
+        if shape == NO_DRAFT or most < 1:
+            return ShapeChoice(NO_DRAFT, rounds)
+        self.debt_ms += lag_ms
+        return ShapeChoice(shape, most)
+
+    def observe(
+        self,
+        costs: Mapping[DraftShape, float],
+        shape: DraftShape,
+        accepted: npt.ArrayLike,
+        rounds: int,
+        batch: int = 1,
+    ) -> None:
+        """Records rounds of a shape; `costs` are those of the choice.
+
+        `accepted` has the accepted drafts of each row and round, all rows in one list. Rounds that
+        a stop or a limit truncates are left out, and count neither as time nor as tokens.
+        """
+        self._num_rounds += rounds
+        if shape == NO_DRAFT:
+            self.acceptance.age(rounds)
+        else:
+            self.acceptance.update(shape, accepted, rounds)
+        if NO_DRAFT not in costs or shape not in costs:
+            return
+        plain_ms = costs[NO_DRAFT]
+        self.debt_ms -= BUDGET * rounds * costs[shape]
+        if shape != NO_DRAFT:
+            num_rounds = np.size(accepted)
+            num_tokens = num_rounds + float(np.sum(accepted))
+            self.debt_ms += (num_rounds * costs[shape] - num_tokens * plain_ms) / batch
+        self.debt_ms = max(self.debt_ms, -KEPT * plain_ms)

@@ -1,0 +1,288 @@
+"""The draft controller against simulated texts, and the parts of its choice."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from moa_jax.config import DraftShape
+from moa_jax.speculation import acceptance, controller
+from moa_jax.speculation.controller import (
+    BUDGET,
+    KEPT,
+    LIMIT,
+    NO_DRAFT,
+    ROUNDS,
+    DraftController,
+    ShapeChoice,
+)
+from tests.speculation.simulation import (
+    CPU,
+    GPU,
+    LOADED,
+    SETTINGS,
+    SLOW,
+    TABLES,
+    TEXTS,
+    TREE,
+    Costs,
+    Stretch,
+    best_fixed,
+    controlled,
+    even,
+    figures,
+    fixed,
+    speed,
+)
+
+CHAIN = DraftShape(3)
+TWO = {NO_DRAFT: 1.0, CHAIN: 1.5}
+# Mean speed over the best fixed shape of the choice at 757377e, by
+# python -m tests.speculation.simulation --chooser
+EARLIER = {
+    "one row": 1.0489,
+    "eight rows": 1.0581,
+    "answers of 60 to 200": 1.0507,
+    "answers of 16 to 40": 1.0545,
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_speed_is_close_to_plain_decoding_and_to_the_best_fixed_shape(setting):
+    found = figures(controlled, setting)
+    assert found.least_over_plain >= 0.97
+    assert found.mean_over_best >= 0.985 * EARLIER[setting]
+    assert found.least_over_best >= 0.90
+
+
+# Acceptance rate, misses of the first rounds, and the least share of the best fixed shape's speed
+# in answers of 16, 40 and 128 tokens.
+ANSWERS = {
+    "0.0": (0.0, 0, (0.8, 0.9, 0.93)),
+    "0.3": (0.3, 0, (0.85, 0.9, 0.93)),
+    "0.6": (0.6, 0, (0.9, 0.9, 0.93)),
+    "0.9": (0.9, 0, (0.85, 0.9, 0.95)),
+    "a miss, then 0.9": (0.9, 1, (0.85, 0.9, 0.94)),
+    "a miss, then 1.0": (1.0, 1, (0.78, 0.85, 0.94)),
+}
+
+
+def of_new_controllers(costs: Costs, name: str, tokens: int) -> float:
+    """Mean speed of answers, each with a new controller, over that of the best fixed shape."""
+    rate, missed, _ = ANSWERS[name]
+    text = [even(0.0, 1)] * missed + [even(rate, tokens - missed)]
+    answers = tokens, tokens + 1
+    speeds = [
+        speed(*controlled(costs), costs, text, seed, 1, answers) for seed in range(2000 // tokens)
+    ]
+    ways = [
+        lambda shape=shape, ms=ms: [
+            speed(lambda: (shape, 8), lambda *_: None, costs, text, seed, 1, answers)
+            for seed in range(2000 // tokens)
+        ]
+        for shape, ms in costs.items()
+    ]
+    return float(np.mean(speeds)) / max(float(np.mean(way())) for way in ways)
+
+
+@pytest.mark.parametrize("costs", [CPU, SLOW], ids=["cpu", "slow"])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_first_answer_is_close_to_the_best_fixed_shape(name, costs):
+    for tokens, least in zip((16, 40, 128), ANSWERS[name][-1], strict=True):
+        assert of_new_controllers(costs, name, tokens) >= least, tokens
+
+
+# As measured on an EPYC with the bundled pair: chains of eight are cheap there.
+CHEAP = {NO_DRAFT: 1.3, DraftShape(3): 2.0, DraftShape(5): 2.75, DraftShape(8): 3.27}
+
+
+def in_clusters(tokens: int, seed: int) -> list[int]:
+    """The accepted drafts from each place of a text whose hard tokens stand together."""
+    rng, right, found = np.random.default_rng(seed), 0, [0] * tokens
+    for place in reversed(range(tokens)):
+        right = right + 1 if rng.random() < (0.85 if right else 0.45) else 0
+        found[place] = right
+    return found
+
+
+def along(next_choice, observe, right: list[int]) -> float:
+    """Tokens per millisecond where the text, not the round, determines what is accepted."""
+    place = spent = 0.0
+    while place < len(right):
+        shape, rounds = next_choice()
+        accepted = []
+        for _ in range(rounds):
+            if place < len(right):
+                accepted.append(min(right[int(place)], shape.num_drafted))
+                place, spent = place + 1 + accepted[-1], spent + CHEAP[shape]
+        observe(shape, accepted, len(accepted))
+    return place / spent
+
+
+def test_a_text_whose_hard_tokens_stand_together():
+    """Rates of short chains promise too much of long ones there."""
+    found = []
+    for seed in range(4):
+        right = in_clusters(6000, seed)
+        ways = [along(lambda s=shape: (s, 8), lambda *_: None, right) for shape in CHEAP]
+        found.append(along(*controlled(CHEAP), right) / max(ways))
+    assert np.mean(found) > 0.95
+
+
+def of_each_stretch(text: list[Stretch]) -> float:
+    """Speed over that of the best fixed shape of each stretch."""
+    spent = sum(stretch[0] / best_fixed(CPU, [stretch]) for stretch in text)
+    return speed(*controlled(CPU), CPU, text, 0) * spent / sum(tokens for tokens, _ in text)
+
+
+@pytest.mark.parametrize("name", ["0.0 to 0.9", "0.9 to 0.0", "0.3 to 0.9", "0.9 to 0.3"])
+def test_a_change_of_the_text_is_followed(name):
+    assert of_each_stretch(TEXTS[name]) > 0.95
+
+
+def test_without_decay_changes_are_missed(monkeypatch):
+    monkeypatch.setattr(acceptance, "WINDOW", 1e9)
+    for name in ("0.0 to 0.9", "0.3 to 0.9"):
+        assert of_each_stretch(TEXTS[name]) < 0.87
+
+
+def test_a_gain_that_the_prior_does_not_promise_is_found(monkeypatch):
+    costs, text = {NO_DRAFT: 1.0, CHAIN: 2.4}, [even(0.95)]
+    assert speed(*controlled(costs), costs, text, 0) > 0.99 * best_fixed(costs, text) > 1.15
+    monkeypatch.setattr(controller, "DEVIATIONS", 0.0)  # no probes
+    assert speed(*controlled(costs), costs, text, 0) == pytest.approx(1.0)
+
+
+def choices(
+    found: DraftController, costs: Costs, accepted: int, count: int, rows: int = 1
+) -> list[ShapeChoice]:
+    """Choices while every round accepts the same number of drafts, or all if those are fewer."""
+    made = []
+    for _ in range(count):
+        choice = found.next(costs)
+        drafts = [min(accepted, choice.shape.levels - 1)] * choice.rounds * rows
+        found.observe(costs, choice.shape, drafts, choice.rounds, rows)
+        made.append(choice)
+    return made
+
+
+def drafted_ms(made: list[ShapeChoice], costs: Costs) -> float:
+    """Time of drafted rounds beyond plain rounds, if no draft is accepted."""
+    return sum(rounds * (costs[shape] - costs[NO_DRAFT]) for shape, rounds in made)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("table", TABLES)
+def test_the_debt_is_bounded_if_nothing_is_accepted(table, rows):
+    costs = TABLES[table]
+    found = DraftController(7)
+    made = choices(found, costs, 0, 5000, rows)
+    spent = sum(rounds * costs[shape] for shape, rounds in made)
+    assert drafted_ms(made, costs) <= BUDGET * spent + LIMIT * costs[NO_DRAFT]
+    assert found.debt_ms <= LIMIT * costs[NO_DRAFT]
+
+
+def test_drafts_without_acceptance_become_rare_but_never_stop():
+    made = choices(DraftController(7), CPU, 0, 3000)[200:]
+    drafted = [index for index, choice in enumerate(made) if choice.shape != NO_DRAFT]
+    gaps = [ROUNDS * (after - before - 1) for before, after in itertools.pairwise(drafted)]
+    assert len(gaps) > 100 and 32 <= min(gaps) and max(gaps) <= 100
+    assert drafted_ms(made, CPU) <= 2 * BUDGET * sum(n * CPU[shape] for shape, n in made)
+
+
+def test_gains_are_kept_for_a_while_only():
+    found = DraftController(2)
+    choices(found, TWO, 2, 1000)
+    assert found.debt_ms == pytest.approx(-KEPT)
+    made = choices(found, TWO, 0, 50)
+    assert 1 < drafted_ms(made, TWO) <= KEPT + LIMIT + BUDGET * sum(n * TWO[s] for s, n in made)
+    assert found.debt_ms <= LIMIT
+
+
+def test_no_gains_are_kept_from_plain_rounds_for_ever():
+    """A server that has decoded plainly for days may not lose an hour."""
+    found = DraftController(2)
+    found.observe(TWO, NO_DRAFT, [], 10**6)
+    assert found.debt_ms == pytest.approx(-KEPT)
+
+
+def promising() -> DraftController:
+    """A controller after fifty rounds that accepted all drafts, without a debt."""
+    found = DraftController(2)
+    found.acceptance.update(CHAIN, [2] * 50, 50)
+    found._num_rounds = 50
+    return found
+
+
+def test_drafts_pause_at_the_limit_and_go_on_when_a_round_is_repaid():
+    found = promising()
+    for debt, choice in ((0.0, (CHAIN, 8)), (LIMIT - 0.6, (CHAIN, 1)), (LIMIT, (NO_DRAFT, 8))):
+        found.debt_ms = debt
+        assert found.next(TWO) == choice
+    found.observe(TWO, NO_DRAFT, [], 49)
+    assert found.next(TWO).shape == NO_DRAFT
+    found.observe(TWO, NO_DRAFT, [], 2)
+    assert found.next(TWO) == (CHAIN, 1)
+
+
+def test_the_time_to_catch_up_is_a_debt():
+    found = promising()
+    assert found.next(TWO, lag_ms=LIMIT) == (NO_DRAFT, 8) and found.debt_ms == 0.0
+    assert found.next(TWO, lag_ms=LIMIT / 2) == (CHAIN, 4)
+    assert found.debt_ms == LIMIT / 2
+
+
+def test_a_shape_that_cannot_win_is_never_tried():
+    made = choices(DraftController(7), LOADED, accepted=7, count=300)
+    assert {choice.shape for choice in made} == {NO_DRAFT}
+
+
+def test_the_first_choices_hold_for_few_rounds():
+    made = choices(DraftController(7), CPU, accepted=7, count=6)
+    assert [choice.rounds for choice in made] == [1, 1, 2, 4, 8, 8]
+
+
+def test_a_cost_that_changes_changes_the_choice():
+    found, costs = promising(), TWO | {DraftShape(2): 1.2}
+    assert found.next(costs).shape == CHAIN
+    assert found.next(costs | {CHAIN: 2.0}).shape == DraftShape(2)
+    assert found.next(costs | {CHAIN: 3.1, DraftShape(2): 2.1}).shape == NO_DRAFT
+
+
+def test_only_shapes_with_a_cost_are_chosen():
+    found = DraftController(7)
+    assert found.next({TREE: 9.0}) == ShapeChoice(TREE, 1)  # plain decoding cannot run yet
+    found.observe({TREE: 9.0}, TREE, [0], 1)
+    assert found.debt_ms == 0.0
+    with pytest.raises(ValueError, match="no draft shape has a cost"):
+        found.next({})
+
+
+def test_truncated_rounds_count_neither_as_time_nor_as_tokens():
+    debts = []
+    for accepted in ([1, 0, 1, 0], [1, 0]):
+        found = DraftController(2)
+        found.observe(TWO, CHAIN, accepted, rounds=2, batch=2)
+        debts.append(found.debt_ms + BUDGET * 2 * 1.5)
+    assert debts == pytest.approx([0.0, 0.0])
+    found = DraftController(2)
+    found.observe(TWO, CHAIN, [], rounds=2, batch=2)
+    assert found.debt_ms == pytest.approx(-BUDGET * 2 * 1.5)
+
+
+def test_the_same_observations_give_the_same_choices():
+    first, second = (choices(DraftController(7), GPU, 1, 100) for _ in range(2))
+    assert first == second
+
+
+def test_the_best_fixed_shape_is_computed_as_it_is_simulated():
+    for answers in (None, (16, 41)):
+        for text in (TEXTS["falling"], TEXTS["0.3 to 0.9"]):
+            simulated = [
+                speed(lambda: (CHAIN, 8), lambda *_: None, GPU, text, seed, 1, answers)
+                for seed in range(20)
+            ]
+            expected = fixed(CHAIN, GPU[CHAIN], text, answers)
+            assert np.mean(simulated) == pytest.approx(expected, rel=0.01)
