@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from infer.cli.flags import cluster
 from infer.cli.flags.alike import check_same_flags
-from infer.cli.flags.auto import costs_of, ways_of
+from infer.cli.flags.auto import costs_of, folder, ways_of
 from infer.cli.flags.pair import (
     AUTO,
     add_draft_flags,
@@ -50,13 +50,15 @@ from infer.openai.app import OpenAIServer, ServingLimits
 from infer.openai.metrics import ServingMetrics
 from infer.openai.model import Model
 from moa_jax.decode.background import exit_now
-from moa_jax.decode.engine import Engine
-from moa_jax.decode.engine.group import Group, LeaderDied, follow
-from moa_jax.decode.engine.group import gather as group_of
-from moa_jax.decode.engine.group import join as join_group
+from moa_jax.engine import Engine
+from moa_jax.engine.multihost import Followers, LeaderDied, run_follower
+from moa_jax.engine.multihost import gather as group_of
+from moa_jax.engine.multihost import join as join_group
 from moa_jax.errors import InputError
 from moa_jax.pretrained import Target
 from moa_jax.runtime import multihost
+from moa_jax.runtime.memory import GIB
+from moa_jax.speculation.cost_table import save_costs
 
 SECRET = "--api-key-file"
 SECONDS_TO_SWITCH = 3e-4  # Python's interval between switches of threads
@@ -77,13 +79,15 @@ def main(arguments: list[str] | None = None) -> int:
         check_same_flags(args)
         if not multihost.is_first():
             return _follow(args, processes)
-        group = group_of(processes.fail) if multihost.count() > 1 else None
+        followers = group_of(processes.fail) if multihost.count() > 1 else None
         # The port is bound before the models are loaded, which takes a while.
         listener = bind(args.host, args.port, args.ready_file)
         with listener, EventLog() as log, WarningHandler(log):
-            engine, target = _load(args, group)
+            engine, target = _load(args, followers)
             server = _server_of(args, engine, target, keys, log)
+            plan = engine.memory._asdict() | {"sum": sum(engine.memory)}
             processes.last_words = functools.partial(_abandon, engine, server)
+            log("memory", **{f"{name}_gib": round(each / GIB, 3) for name, each in plan.items()})
             log("compile")  # compilation may take a minute
             engine.prepare()
             engine.start()
@@ -91,9 +95,9 @@ def main(arguments: list[str] | None = None) -> int:
                 code = asyncio.run(_serve(args, server, listener))
             finally:
                 engine.close()
-        if group:
-            group.close()
-            group.wait(SECONDS_TO_END)
+        if followers:
+            followers.close()
+            followers.wait(SECONDS_TO_END)
             processes.say_goodbye()
             exit_now(code)
     engine.session.background.exit_now(code)  # does not wait for background compilation
@@ -103,11 +107,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _follow(args: argparse.Namespace, processes: multihost.ProcessGroup) -> NoReturn:
     """Runs the programs that process 0 runs until process 0 ends; ignores SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    first = join_group()
+    leader = join_group()
     with cluster.first_speaks():
         engine, _ = _load(args)
     try:
-        follow(engine.shelf, first)
+        run_follower(engine.programs, leader)
     except LeaderDied as error:
         processes.fail(str(error), lost=0)
     processes.say_goodbye()
@@ -144,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
             2048,
             "tokens of a prompt with its answer, within the target's positions",
         ),
-        ("--max-queue", 256, "answers that wait for a slot; others hear 429"),
+        ("--max-queue", 256, "answers that wait for a slot; further ones get status 429"),
         ("--max-body-bytes", limits.max_body_bytes, "bytes of a request"),
     ]
     seconds = [
@@ -161,21 +165,22 @@ def _parser() -> argparse.ArgumentParser:
         "--prefix-bytes",
         type=whole,
         metavar="N",
-        help="size of the prefix cache in bytes; 0 keeps none; "
-        "default: half of what all slots take",
+        help="bytes of additional slots for the prefix cache; 0 turns the cache off; default: "
+        "half of what --slots take",
     )
     return parser
 
 
-def _load(args: argparse.Namespace, group: Group | None = None) -> tuple[Engine, Target]:
+def _load(args: argparse.Namespace, followers: Followers | None = None) -> tuple[Engine, Target]:
     """Loads the models; returns an engine that is not started yet, and the target."""
     target, drafter = load_pair(args)
     shape = shape_of(args, drafter and drafter.depth)
     vocabulary = vocabulary_of(args, target, drafter)
     rest = {}
     if drafter and asked_mode(args) == AUTO:
-        costs = costs_of(target, drafter, vocabulary, args.weights)
-        rest = {"ways": ways_of(shape, drafter), "costs": costs}
+        costs = costs_of(target, drafter, vocabulary, args.weights, program="engine")
+        save = functools.partial(save_costs, folder())
+        rest = {"ways": ways_of(shape, drafter), "costs": costs, "on_calibrated": save}
     engine = Engine(
         target,
         drafter,
@@ -185,7 +190,7 @@ def _load(args: argparse.Namespace, group: Group | None = None) -> tuple[Engine,
         max_tokens=min(args.max_tokens, target.config.max_position_embeddings),
         max_waiting=args.max_queue,
         prefix_bytes=args.prefix_bytes,
-        group=group,
+        followers=followers,
         **rest,
     )
     return engine, target

@@ -31,7 +31,7 @@ DECODE = LOADER - {"drafters", "data"} | {
     "measure",
     "decode",
 }  # never a drafter by name
-LIBRARY = LOADER | DECODE | {"pairs", "training", "split", "moa_jax", "version"}
+LIBRARY = LOADER | DECODE | {"engine", "pairs", "training", "split", "moa_jax", "version"}
 PAIR = {"infer.cli.flags.pair", "infer.cli.flags.auto", "infer.cli.flags.vocabulary"}
 SHARED = PAIR | {
     "infer.cli.program",
@@ -46,7 +46,7 @@ SHARED = PAIR | {
     "infer.server_process",
     "infer.http.auth",
 }
-SERVER = {"errors", "version", "config", "decode", "infer.http", "infer.http.auth"}
+SERVER = {"errors", "version", "config", "decode", "engine", "infer.http", "infer.http.auth"}
 SERVERS = {"infer.http", "infer.openai", "infer.split_server", "infer.split_client"}
 # What shows figures, also those of training; all else in infer/bench is for programs of infer.
 SHOWN = {"infer.bench.tables", "infer.bench.drawing", "infer.bench.statistics"}
@@ -66,6 +66,7 @@ TABLE: dict[str, set[str]] = {
     "pairs": {"errors", "files", "pretrained"},
     "training": DRAFTERS,
     "decode": DECODE,
+    "engine": DECODE | {"engine"},
     "split": DECODE,
     "measure": set(),
     "speculation": BASE | {"files", "measure"},

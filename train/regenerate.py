@@ -57,8 +57,8 @@ from moa_jax.data import sources
 from moa_jax.data.records import unread_keys
 from moa_jax.data.report import RecordTally, unread_lines
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.decode.engine import Engine
 from moa_jax.decode.limits import CacheLimits
+from moa_jax.engine import Engine
 from moa_jax.errors import InputError
 from moa_jax.files.paths import check_folder, check_links
 from moa_jax.pretrained import Target, default_dtype, describe_target

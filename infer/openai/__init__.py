@@ -6,7 +6,7 @@ A request passes through these files from top to bottom, its response from botto
     requests.py    a body as a GenerationRequest, with every field checked
     responses.py   answers as JSON and as events, in the formats of completions and of chats
     streams.py     RequestStream: the choices of a request, from the engine's output to text
-    decode/engine  in moa_jax: continuous batching
+    engine         in moa_jax: continuous batching
 
 Other files:
 

@@ -46,7 +46,7 @@ from infer.openai.requests import (
 from infer.openai.responses import Replies, event
 from infer.openai.streams import Delta, RequestStream
 from infer.openai.tokens import TokenTexts
-from moa_jax.decode.engine import Engine
+from moa_jax.engine import Engine
 from moa_jax.version import __version__
 
 OPEN_PATHS = ("/health", "/ping")  # health checks, which need no key

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from moa_jax.config import DraftShape
-from moa_jax.decode.engine import Engine, Load
+from moa_jax.engine import Engine, EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -72,9 +72,9 @@ class ServingMetrics:
         """Counts a reply by status."""
         self._replies.labels(str(status)).inc()
 
-    def seconds_until_room(self, load: Load) -> int:
+    def seconds_until_room(self, stats: EngineStats) -> int:
         """The Retry-After of a full queue: the time until about half of the queue is served."""
-        seconds = self._mean_seconds * max(load.waiting, 1) / max(load.slots, 1) / 2
+        seconds = self._mean_seconds * max(stats.waiting, 1) / max(stats.slots, 1) / 2
         return min(max(math.ceil(seconds), 1), LONGEST_WAIT)
 
     def text(self) -> bytes:
@@ -89,23 +89,28 @@ class _EngineCollector:
         self._engine, self._names, self._values = engine, names, values
 
     def collect(self) -> Iterator[Metric]:
-        load = self._engine.load()
-        yield self._gauge("vllm:num_requests_running", "Being read or decoded", load.running)
-        yield self._gauge("vllm:num_requests_waiting", "Not begun", load.waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of cache rows in use", load.rows_used)
-        yield self._gauge("moa:kept_prefix_bytes", "Bytes of the prefix cache", load.kept_bytes)
-        yield self._gauge("moa:slots", "Requests decoded at once at most", load.slots)
+        stats = self._engine.stats()
+        yield self._gauge("vllm:num_requests_running", "Being read or decoded", stats.running)
+        yield self._gauge("vllm:num_requests_waiting", "Not begun", stats.waiting)
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc", "Share of cache rows in use", stats.cache_usage
+        )
+        yield self._gauge("moa:kept_prefix_bytes", "Bytes of the prefix cache", stats.kept_bytes)
+        yield self._gauge("moa:slots", "Requests decoded at once at most", stats.slots)
         whole = {
             "vllm:num_preemptions": ("Requests put back, which never happens", 0),
-            "vllm:prompt_tokens": ("Tokens of prompts", load.prompt_tokens),
-            "vllm:prefix_cache_queries": ("Tokens of prompts looked up", load.prefix_lookup_tokens),
-            "vllm:prefix_cache_hits": ("Tokens of prompts copied", load.prefix_tokens),
-            "vllm:spec_decode_num_drafts": ("Drafts verified", load.drafts),
-            "vllm:spec_decode_num_draft_tokens": ("Tokens drafted", load.drafted_tokens),
-            "vllm:spec_decode_num_accepted_tokens": ("Drafts accepted", load.accepted_tokens),
-            "moa:decoded_tokens": ("Tokens decoded, past stop texts, too", load.generated_tokens),
-            "moa:engine_failures": ("Passes that failed", load.failures),
-            "moa:programs": ("Programs compiled or loaded", load.compiled),
+            "vllm:prompt_tokens": ("Tokens of prompts", stats.prompt_tokens),
+            "vllm:prefix_cache_queries": (
+                "Tokens of prompts looked up",
+                stats.prefix_lookup_tokens,
+            ),
+            "vllm:prefix_cache_hits": ("Tokens of prompts copied", stats.prefix_tokens),
+            "vllm:spec_decode_num_drafts": ("Drafts verified", stats.drafts),
+            "vllm:spec_decode_num_draft_tokens": ("Tokens drafted", stats.drafted_tokens),
+            "vllm:spec_decode_num_accepted_tokens": ("Drafts accepted", stats.accepted_tokens),
+            "moa:decoded_tokens": ("Tokens decoded, past stop texts, too", stats.generated_tokens),
+            "moa:engine_failures": ("Passes that failed", stats.failures),
+            "moa:programs": ("Programs compiled or loaded", stats.programs),
         }
         for name, (text, value) in whole.items():
             counter = CounterMetricFamily(name, text, labels=self._names)
@@ -114,9 +119,9 @@ class _EngineCollector:
         yield self._by(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "position",
-            {str(i): count for i, count in enumerate(load.accepted_by_position)},
+            {str(i): count for i, count in enumerate(stats.accepted_by_position)},
         )
-        rounds = {_named(way): count for way, count in load.rounds_by_way.items()}
+        rounds = {_named(shape): count for shape, count in stats.rounds_by_shape.items()}
         yield self._by("moa:rounds", "way", rounds)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
@@ -131,8 +136,10 @@ class _EngineCollector:
         return counter
 
 
-def _named(way: DraftShape) -> str:
+def _named(shape: DraftShape) -> str:
     """A draft shape as a label: `plain`, `chain DEPTH` or `tree DEPTH/DRAFTED`."""
-    if not way.num_drafted:
+    if not shape.num_drafted:
         return "plain"
-    return f"chain {way.depth}" if way.is_chain else f"tree {way.depth}/{way.num_drafted}"
+    if shape.is_chain:
+        return f"chain {shape.depth}"
+    return f"tree {shape.depth}/{shape.num_drafted}"

@@ -1,9 +1,11 @@
 """The choices of one request: the engine's output becomes deltas that are sent to the client.
 
-    engine's thread     on_output(News)  --call_soon_threadsafe-->  Choice._on_news     event loop
-                                                                      text, stops, log-probabilities
-                                                                    Delta
-    a client's task     changed.wait, Choice.take  <------------------'
+    engine's thread    on_output(RequestOutput)
+                          | call_soon_threadsafe
+                          v
+    event loop         Choice._on_output: text, stops, log-probabilities -> Delta
+                                                                              |
+    a client's task    changed.wait, Choice.take  <---------------------------'
 
 Output is detokenized on arrival, whether the client reads or not. A stop string ends its answer at
 once, the deltas of a slow client are merged into one, and the engine never waits.
@@ -22,9 +24,9 @@ from infer.openai.metrics import ServingMetrics
 from infer.openai.model import Model
 from infer.openai.requests import GenerationRequest
 from moa_jax.decode.detokenize import GrowingText
-from moa_jax.decode.engine import Closed, Engine, Full, News, Request, Ticket
 from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.decode.session import row_of
+from moa_jax.engine import Engine, EngineClosed, QueueFull, Request, RequestHandle, RequestOutput
 from moa_jax.errors import InputError
 
 
@@ -58,7 +60,7 @@ class Choice:
         request = stream.request
         self.index, self.prompt = index, prompt
         self.finish, self.num_tokens = "", 0
-        self.ticket: Ticket | None = None
+        self.handle: RequestHandle | None = None
         self._stream, self._request = stream, request
         self._echoed = request.prompts[prompt]
         self._text = GrowingText(
@@ -71,10 +73,10 @@ class Choice:
         self._num_scored = self._num_shown = 0  # echoed tokens and characters of the prompt
         self._delta = Delta("" if request.prompt_logprobs else self._echoed.text)
 
-    def on_output(self, news: News) -> None:
+    def on_output(self, output: RequestOutput) -> None:
         """Receives output in the engine's thread."""
         try:
-            self._stream.loop.call_soon_threadsafe(self._on_news, news)
+            self._stream.loop.call_soon_threadsafe(self._on_output, output)
         except RuntimeError:  # the event loop has ended
             pass
 
@@ -83,32 +85,35 @@ class Choice:
         delta, self._delta = self._delta, Delta()
         return delta
 
-    def _on_news(self, news: News) -> None:
+    def _on_output(self, output: RequestOutput) -> None:
         """Adds output to the delta, unless the choice has ended; an exception ends the request."""
         if self.finish:
             return
         try:
-            self._read(news)
+            self._read(output)
         except Exception as error:
             self._stream.failed(error)
         self._stream.changed.set()
 
-    def _read(self, news: News) -> None:
-        if news.prompt_logprobs:
-            self._echo(news.prompt_logprobs)
-        if news.token_ids:
-            self._stream.timed(self, self._write(news))
+    def _read(self, output: RequestOutput) -> None:
+        if output.prompt_logprobs:
+            self._echo(output.prompt_logprobs)
+        if output.token_ids:
+            self._stream.timed(self, self._write(output))
         if self._text.stop is not None:
             self._end("stop", self._text.stop)
-            self._stream.engine.cancel(self.ticket)  # the engine does not check stop strings
-        elif news.finish in ("stop", "length"):
+            self._stream.engine.cancel(self.handle)  # the engine does not check stop strings
+        elif output.finish_reason in ("stop", "length"):
             self._delta.text += self._text.end()
             own = self._stream.model.eos_ids
             last = self._delta.token_ids[-1] if self._delta.token_ids else None
-            self._end(news.finish, last if news.finish == "stop" and last not in own else None)
-        elif news.finish:
-            self._end(news.finish, None)
-            self._stream.fail(news)
+            self._end(
+                output.finish_reason,
+                last if output.finish_reason == "stop" and last not in own else None,
+            )
+        elif output.finish_reason:
+            self._end(output.finish_reason, None)
+            self._stream.fail(output)
 
     def _echo(self, likely: Sequence[TokenLogprob | None]) -> None:
         """Adds the next tokens of the prompt, their log-probabilities and their text."""
@@ -120,11 +125,11 @@ class Choice:
         self._delta.scored += map(ScoredToken, *tokens)
         self._num_scored, self._num_shown = end, shown
 
-    def _write(self, news: News) -> int:
+    def _write(self, output: RequestOutput) -> int:
         """Adds tokens to the delta, one by one with log-probabilities; returns the number added."""
-        tokens, delta, text = list(news.token_ids), self._delta, self._text
+        tokens, delta, text = list(output.token_ids), self._delta, self._text
         keep_stop = self._request.fields.include_stop_str_in_output
-        hidden = tokens[-1:] if news.finish == "stop" and not keep_stop else []
+        hidden = tokens[-1:] if output.finish_reason == "stop" and not keep_stop else []
         visible = tokens[: len(tokens) - len(hidden)]
         with_likely = self._request.top_logprobs is not None
         before, offsets = text.num_tokens, []
@@ -140,7 +145,7 @@ class Choice:
         delta.token_ids += tokens[:count]
         if with_likely:
             places = (len(self._echoed.text) + offset for offset in offsets)
-            delta.scored += map(ScoredToken, tokens[:count], news.logprobs, places)
+            delta.scored += map(ScoredToken, tokens[:count], output.logprobs, places)
         self.num_tokens += count
         return count
 
@@ -176,7 +181,7 @@ class RequestStream:
     def submit(self) -> None:
         """Submits all choices to the engine, or none; raises APIError."""
         request = self.request
-        most = self.engine.load().slots + self.engine.max_waiting
+        most = self.engine.stats().slots + self.engine.max_waiting
         if len(self.choices) > most:  # more than the queue can ever hold
             name = "n" if request.fields.n > 1 else "prompt"
             raise bad(name, f"{name}: {len(self.choices)} choices; ask for {most} at most")
@@ -191,13 +196,13 @@ class RequestStream:
                     prompt_logprobs=request.prompt_logprobs,
                 )
                 others = len(self.choices) - 1 - choice.index
-                choice.ticket = self.engine.submit(engine_request, choice.on_output, others)
-        except Full as error:
+                choice.handle = self.engine.submit(engine_request, choice.on_output, others)
+        except QueueFull as error:
             self.cancel()
-            wait = {"Retry-After": str(self.metrics.seconds_until_room(self.engine.load()))}
+            wait = {"Retry-After": str(self.metrics.seconds_until_room(self.engine.stats()))}
             code = "rate_limit_exceeded"
             raise APIError(TOO_MANY, str(error), code=code, headers=wait) from error
-        except Closed as error:
+        except EngineClosed as error:
             self.cancel()
             raise stopping() from error
         except InputError as error:
@@ -247,21 +252,21 @@ class RequestStream:
     def cancel(self) -> None:
         """Cancels the choices that have not ended."""
         for choice in self.choices:
-            if choice.ticket is not None and not choice.finish:
+            if choice.handle is not None and not choice.finish:
                 choice.finish = "cancelled"
-                self.engine.cancel(choice.ticket)
+                self.engine.cancel(choice.handle)
 
     def stop(self) -> None:
         """Ends the request because the server shuts down."""
         self._failure = stopping()
         self.changed.set()
 
-    def fail(self, news: News) -> None:
+    def fail(self, output: RequestOutput) -> None:
         """Ends the request with the failure of one of its choices."""
-        if news.finish == "cancelled":  # by a closing engine
+        if output.finish_reason == "cancelled":  # by a closing engine
             self.stop()
         else:
-            self._failure = APIError(FAULT, news.error or "the engine failed")
+            self._failure = APIError(FAULT, output.error or "the engine failed")
 
     def failed(self, error: Exception) -> None:
         """Ends the request with an exception, which the client's task raises."""

@@ -5,8 +5,8 @@
         +----- parts of the reply, encoded <---- encoder thread ----+
 
 All code runs in the event loop, with two exceptions: one worker thread calls `TargetSlots`, and one
-encoder thread encodes replies. `moa_jax.decode.order` schedules the target as in the engine: it
-picks the batch of drafts and the chunks of prompts between two batches.
+encoder thread encodes replies. A `PassScheduler` picks the batch of drafts and the chunks of
+prompts between two batches.
 
 An encoded reply is kept until the next request, so a client that reconnects or repeats a request
 receives the same bytes. A client that reads slowly never blocks the worker.
@@ -24,6 +24,7 @@ from typing import Any
 
 from infer.http.log import Log, place_of
 from infer.split_server.metrics import ServerMetrics
+from infer.split_server.pass_scheduler import PassScheduler, PrefillChunk
 from infer.split_server.sessions import (
     Encoding,
     PendingRead,
@@ -36,7 +37,6 @@ from infer.split_server.sessions import (
     without_known,
 )
 from moa_jax.config import Sampling
-from moa_jax.decode.order import Chunk, Turns
 from moa_jax.errors import InputError
 from moa_jax.split import protocol
 from moa_jax.split.server_target import DraftRequest, Reply, TargetSlots
@@ -67,12 +67,12 @@ class Service:
         metrics.sessions.set_function(lambda: len(self._sessions))
         self._queue = SlotQueue(limits, metrics, self._evict)
         self._arrivals = itertools.count()
-        self._turns = Turns[SplitSession](
+        self._scheduler = PassScheduler[SplitSession](
             prompts=self._to_read,
             left=lambda session: session.reading.left,
-            crowd=lambda: (len(self._to_read()), len(self._sessions) - len(self._to_read())),
+            queue_sizes=lambda: (len(self._to_read()), len(self._sessions) - len(self._to_read())),
             answers=self._to_verify,
-            begun=lambda: [s for s in self._sessions.values() if s.slot is not None],
+            has_state=lambda: [s for s in self._sessions.values() if s.slot is not None],
             chunk=limits.chunk,
             most_rows=limits.num_slots,
             width=lambda session: slots.padded(1 + len(session.draft.tokens)),
@@ -256,15 +256,15 @@ class Service:
             self._wake.clear()
             busy = False
             try:
-                for piece in self._turns.turn():
+                for piece in self._scheduler.schedule():
                     busy = True
-                    if isinstance(piece, Chunk):
+                    if isinstance(piece, PrefillChunk):
                         await self._read_chunk(piece.of)
                     else:
                         await self._verify(piece.rows)
             except Exception as error:
                 busy = True
-                self._fail(self._turns.lost(await self._caches_are_lost()), error)
+                self._fail(self._scheduler.affected(await self._caches_are_lost()), error)
             if not busy:
                 await self._wake.wait()
 
@@ -329,7 +329,7 @@ class Service:
         """Prefills the next chunk of a session's pending tokens."""
         reading = session.reading
         chunk = reading.chunk(self.limits.chunk)
-        self._turns.was_read(reading.has_root + len(chunk))
+        self._scheduler.on_chunk_done(reading.has_root + len(chunk))
         seen = reading.seen + len(chunk)
         last = seen == len(reading.tokens)
         began = time.perf_counter()

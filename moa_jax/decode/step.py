@@ -139,7 +139,7 @@ def advance(
             setup, weights, draft_cache, tokens_BD, round_state.length_B, found.tapped
         )
     if lag is not None:
-        lag = _set_aside(lag, found.tapped, round_state.length_B)
+        lag = set_aside(lag, found.tapped, round_state.length_B)
     round_state = round_state._replace(
         target_caches=found.caches, draft_cache=draft_cache, draft_lag=lag
     )
@@ -250,7 +250,7 @@ def read_chunk(
     round_state, hidden_BD, tapped = read(setup, weights, round_state, tokens_BT, count_B)
     if late:
         round_state = round_state._replace(
-            draft_lag=_set_aside(round_state.draft_lag, tapped, start_B)
+            draft_lag=set_aside(round_state.draft_lag, tapped, start_B)
         )
     elif setup.drafter is not None:
         draft_cache = extend(setup, weights, round_state.draft_cache, tokens_BT, start_B, tapped)
@@ -492,7 +492,7 @@ def _tapped_before(
     return TargetActivations(rows, streams, None if hidden is None else of_places(hidden.x_BSD))
 
 
-def _set_aside(lag: DraftLag, tapped: TargetActivations, start_B: Array) -> DraftLag:
+def set_aside(lag: DraftLag, tapped: TargetActivations, start_B: Array) -> DraftLag:
     """Stores the activations of T tokens from `start` on."""
 
     def place(kept: HiddenCache, new_BTD: Array) -> HiddenCache:

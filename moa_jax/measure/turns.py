@@ -4,7 +4,7 @@
     ways        a b c      b c a      c a b
 
 Machines grow warm and get other work. In turns, such drift hits all ways alike, and no way always
-comes first. What compiles or warms up is done beforehand and is not counted.
+comes first. Compilation and warm-up come first and are not counted.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 
 from moa_jax.model import cache, chunks, sharding
-from moa_jax.model.cache import KV
+from moa_jax.model.cache import KV, AnyKV, SlotKV
 from moa_jax.model.masks import CacheMask, IntervalMask
 from moa_jax.model.rotary import Rotation, rotate_packed
 from moa_jax.runtime.devices import traced_platform
@@ -40,6 +40,7 @@ Array = jax.Array
 
 LONG = 512  # minimum cache rows for which a CPU reads only the used part of a batch's caches
 MANY = 32  # minimum tokens for which a CPU does so for one sequence: a prompt chunk, few trees
+BLOCK = 256  # rows of a slot that a CPU reads at a time: a few hundred KiB, as its cache has
 QUERY_CHUNK = 512  # query tokens whose attention scores are stored at a time
 INTERVALS = "scores_of_intervals_"  # prefix of a named scope, before a number of parts: `flops.py`
 
@@ -105,8 +106,8 @@ def _by_intervals(q_BKGTE: Array, kv: KV) -> ModuleType | None:
 
 
 def attend_cached(
-    packed_BTKXE: Array, turn: Rotation, past: KV, cache_mask: CacheMask
-) -> tuple[Array, KV]:
+    packed_BTKXE: Array, turn: Rotation, past: AnyKV, cache_mask: CacheMask
+) -> tuple[Array, AnyKV]:
     """Writes the new rows of a pass to a cache and attends to the cache's visible rows.
 
     `packed_BTKXE` is the output of a projection; this function rotates the heads. A key and a
@@ -125,10 +126,10 @@ def attend_cached(
 
 
 def _attend_cached(
-    packed_BTKXE: Array, turn: Rotation, past: KV, cache_mask: CacheMask
-) -> tuple[Array, KV]:
+    packed_BTKXE: Array, turn: Rotation, past: AnyKV, cache_mask: CacheMask
+) -> tuple[Array, AnyKV]:
     kernels = _kernels()
-    if kernels and not kernels.is_possible(packed_BTKXE, past):
+    if kernels and not kernels.is_possible(packed_BTKXE, cache.of_slots(past)):
         _say(f"no {kernels.PLATFORM} kernel for such heads or caches")
         kernels = None
     if kernels is None:
@@ -138,8 +139,8 @@ def _attend_cached(
 
 
 def keep_path(
-    caches: tuple[KV, ...], taken: tuple[KV, ...], path_BD: Array, length_B: Array
-) -> tuple[KV, ...]:
+    caches: tuple[AnyKV, ...], taken: tuple[KV, ...], path_BD: Array, length_B: Array
+) -> tuple[AnyKV, ...]:
     """Moves the rows of a path of D nodes to the rows directly after the verified ones.
 
     Node i is stored at row length + i of each cache; this function stores the node of each level
@@ -155,12 +156,13 @@ def keep_path(
 
 
 def _keep_path(
-    caches: tuple[KV, ...], taken: tuple[KV, ...], path_BD: Array, length_B: Array
-) -> tuple[KV, ...]:
+    caches: tuple[AnyKV, ...], taken: tuple[KV, ...], path_BD: Array, length_B: Array
+) -> tuple[AnyKV, ...]:
     write = functools.partial(_write_path, taken)
     kernels = _kernels() if caches else None
     able = kernels is not None and kernels.keep_path is not None
-    if not (able and kernels.is_possible(caches[0].k_BKSE, caches[0])):
+    first = cache.of_slots(caches[0]) if caches else None
+    if not (able and kernels.is_possible(first.k_BKSE, first)):
         return write(caches, path_BD, length_B)
     branch = {kernels.PLATFORM: kernels.keep_path}
     return lax.platform_dependent(caches, path_BD, length_B, default=write, **branch)
@@ -192,15 +194,15 @@ def _say(reason: str, so: str = "attention reads whole caches") -> None:
 
 
 def _write_path(
-    taken: tuple[KV, ...], caches: tuple[KV, ...], path_BD: Array, length_B: Array
-) -> tuple[KV, ...]:
+    taken: tuple[KV, ...], caches: tuple[AnyKV, ...], path_BD: Array, length_B: Array
+) -> tuple[AnyKV, ...]:
     pairs = zip(caches, taken, strict=True)
     return tuple(cache.write(past, rows, length_B) for past, rows in pairs)
 
 
 def by_einsum(
-    packed_BTKXE: Array, turn: Rotation, past: KV, cache_mask: CacheMask
-) -> tuple[Array, KV]:
+    packed_BTKXE: Array, turn: Rotation, past: AnyKV, cache_mask: CacheMask
+) -> tuple[Array, AnyKV]:
     """`attend_cached` without a kernel: reads rows under a mask; kernels give the same result."""
     heads_BKXTE = rotate_packed(packed_BTKXE, turn, has_rows=cache_mask.tree_size > 0)
     q_BKGTE, T = heads_BKXTE, heads_BKXTE.shape[3]
@@ -208,7 +210,10 @@ def by_einsum(
         q_BKGTE = heads_BKXTE[:, :, :-2]
         rows = KV(heads_BKXTE[:, :, -2], heads_BKXTE[:, :, -1])
         past = cache.write(past, rows, cache_mask.start_B(T))
-    mask_BTS = cache_mask.mask(T, past.k_BKSE.shape[2])
+    mask_BTS = cache_mask.mask(T, cache.of_slots(past).k_BKSE.shape[2])
+    if isinstance(past, SlotKV):
+        used_B = cache_mask.length_B + cache_mask.tree_size
+        return _attend_slots(q_BKGTE, past, mask_BTS, used_B), past
     if _pays_to_look(past, T):
         return _as_far_as_used(
             q_BKGTE, past, mask_BTS, cache_mask.length_B + cache_mask.tree_size
@@ -237,6 +242,69 @@ def _as_far_as_used(q_BKGTE: Array, kv: KV, mask_BTS: Array, used_B: Array) -> A
 
     place = jnp.sum(jnp.max(used_B) > np.array(sizes[:-1]))
     return lax.switch(place, [functools.partial(to_rows, size) for size in sizes])
+
+
+def _attend_slots(q_BKGTE: Array, past: SlotKV, mask_BTS: Array, used_B: Array) -> Array:
+    """Attention to the rows of slots: on a CPU block by block, up to the last used row of each.
+
+    Blocks fit into a CPU's cache, so a row is read once from memory, and a pass costs what its
+    sequences use. Partial results are joined as in flash-attention (2205.14135).
+    """
+    B, K, G, T, E = q_BKGTE.shape
+    S = past.kv.k_BKSE.shape[2]
+    if traced_platform() != "cpu":
+        k_BKSE, v_BKSE = (leaf[past.slot_B] for leaf in past.kv)
+        is_used_BS = jnp.arange(S) < used_B[:, None]
+        return attend(q_BKGTE, KV(k_BKSE, _or_zero(is_used_BS[:, None], v_BKSE)), mask_BTS)
+    size = min(BLOCK, S)
+    mask_BTS = jnp.broadcast_to(mask_BTS, (B, T, S))
+
+    def attend_one(b: Array | int) -> Array:
+        q_KXE = q_BKGTE[b].reshape(K, G * T, E)
+
+        def see(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            best_KX, total_KX, mixed_KXE = state
+            first = jnp.minimum(block * size, S - size)  # the last block goes back
+            start = (past.slot_B[b], 0, first, 0)
+            k_KSE, v_KSE = (lax.dynamic_slice(x, start, (1, K, size, E))[0] for x in past.kv)
+            mask_TS = lax.dynamic_slice(mask_BTS, (b, 0, first), (1, T, size))[0]
+            row_S = first + jnp.arange(size)
+            mask_TS &= row_S >= block * size
+            v_KSE = _or_zero(row_S < used_B[b], v_KSE)
+            score_KXS = E**-0.5 * jnp.einsum(
+                "KXE,KSE->KXS", q_KXE, k_KSE, preferred_element_type=jnp.float32
+            )
+            seen_KXS = jnp.broadcast_to(mask_TS, (K, G, T, size)).reshape(score_KXS.shape)
+            score_KXS = jnp.where(seen_KXS, score_KXS, -jnp.inf)
+            higher_KX = jnp.maximum(best_KX, score_KXS.max(axis=-1))
+            weight_KXS = jnp.exp(score_KXS - higher_KX[..., None])
+            fade_KX = jnp.exp(best_KX - higher_KX)
+            new_KXE = jnp.einsum(
+                "KXS,KSE->KXE",
+                weight_KXS.astype(v_KSE.dtype),
+                v_KSE,
+                preferred_element_type=jnp.float32,
+            )
+            total_KX = total_KX * fade_KX + weight_KXS.sum(axis=-1)
+            return higher_KX, total_KX, mixed_KXE * fade_KX[..., None] + new_KXE
+
+        least_KX = jnp.full((K, G * T), jnp.finfo(jnp.float32).min)  # not -inf: no row may be seen
+        state = (least_KX, jnp.zeros_like(least_KX), jnp.zeros((K, G * T, E)))
+        blocks = (used_B[b] + size - 1) // size
+        _, total_KX, mixed_KXE = lax.fori_loop(0, blocks, see, state)
+        mixed_KXE /= jnp.maximum(total_KX, jnp.finfo(jnp.float32).tiny)[..., None]
+        return mixed_KXE.astype(q_BKGTE.dtype).reshape(K, G, T, E)
+
+    if B == 1:
+        mixed_BKGTE = attend_one(0)[None]
+    else:
+        mixed_BKGTE = lax.map(attend_one, jnp.arange(B))
+    return jnp.moveaxis(mixed_BKGTE, 3, 1)
+
+
+def _or_zero(is_used_S: Array, v_KSE: Array) -> Array:
+    """Values of used rows, and 0 of others: a slot may hold an earlier NaN, and 0 * NaN is NaN."""
+    return jnp.where(is_used_S[..., None], v_KSE, 0)
 
 
 def _attend(q_BKGTE: Array, kv: KV, mask_BTS: Array) -> Array:

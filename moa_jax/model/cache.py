@@ -12,7 +12,7 @@ of a generation have the same length, except a drafter's caches with a draft lag
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,42 @@ class KV(NamedTuple):
     v_BKSE: Array
 
 
+class SlotKV(NamedTuple):
+    """Caches of R slots, of which a pass of B sequences reads and writes B, in place.
+
+    slots     0 1 2 3 4 ... R-1          slot_B    the slot of each sequence; no slot twice
+                  ^   ^
+    pass          2   4                  moving rows to a cache of B sequences would copy them
+    """
+
+    kv: KV  # (R, K, S, E)
+    slot_B: Array
+
+
+AnyKV = TypeVar("AnyKV", KV, SlotKV)
+
+
 class HiddenCache(NamedTuple):
     """One vector per token, such as a residual stream; a mesh splits the feature axis."""
 
     x_BSD: Array
+
+
+def of_slots(cache: KV | SlotKV) -> KV:
+    """The arrays of a cache, with one row per slot or per sequence."""
+    return cache.kv if isinstance(cache, SlotKV) else cache
+
+
+def parts_of(cache: KV | SlotKV) -> tuple[KV, Array]:
+    """The arrays of a cache, and the row of each sequence (B,)."""
+    if isinstance(cache, SlotKV):
+        return cache
+    return cache, jnp.arange(cache.k_BKSE.shape[0], dtype=jnp.int32)
+
+
+def with_arrays(cache: AnyKV, kv: KV) -> AnyKV:
+    """The cache with other arrays."""
+    return cache._replace(kv=kv) if isinstance(cache, SlotKV) else kv
 
 
 def empty(cfg: BlockConfig, batch: int, rows: int, dtype: jnp.dtype) -> KV:
@@ -43,11 +75,15 @@ def empty(cfg: BlockConfig, batch: int, rows: int, dtype: jnp.dtype) -> KV:
     return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
-def write(cache: KV, new: KV, start_B: Array) -> KV:
+def write(cache: AnyKV, new: KV, start_B: Array) -> AnyKV:
     """`cache` with the T rows of `new` at rows start .. start + T - 1 of each batch row.
 
     The new rows must fit: XLA clamps a start above S - T and so overwrites older rows.
     """
+    if isinstance(cache, SlotKV):
+        pairs = zip(cache.kv, new, strict=True)
+        kv = KV(*(_write_slots(past, rows, cache.slot_B, start_B) for past, rows in pairs))
+        return cache._replace(kv=kv)
     return KV(*(write_rows(past, rows, start_B) for past, rows in zip(cache, new, strict=True)))
 
 
@@ -56,8 +92,12 @@ def join(past: KV, new: KV) -> KV:
     return KV(*(jnp.concatenate(pair, axis=2) for pair in zip(past, new, strict=True)))
 
 
-def take(rows: KV, path_BD: Array) -> KV:
-    """Selects the rows of a path of D nodes from the T rows of one pass."""
+def take(rows: AnyKV, path_BD: Array) -> KV:
+    """Selects the rows of a path of D nodes from the T rows of one pass, or from caches."""
+    if isinstance(rows, SlotKV):
+        head_1K1 = jnp.arange(rows.kv.k_BKSE.shape[1])[:, None]
+        at = (rows.slot_B[:, None, None], head_1K1, path_BD[:, None, :])
+        return KV(*(leaf_RKSE[at] for leaf_RKSE in rows.kv))
     pick = lambda rows_BKTE: jnp.take_along_axis(rows_BKTE, path_BD[:, None, :, None], axis=2)
     return KV(pick(rows.k_BKSE), pick(rows.v_BKSE))
 
@@ -66,9 +106,12 @@ def lean(tree: Any) -> Any:
     """Squeezes arrays; a loop on a CPU should carry the caches of a single sequence squeezed.
 
     XLA on CPUs fuses the write of a single row into each bitcast of the cache. Two bitcasts, for
-    attention and for the next round, are two writes, and each write would copy the cache.
+    attention and for the next round, are two writes, and each write would copy the cache. Slots
+    have no bitcasts.
     """
-    return jax.tree.map(jnp.squeeze, tree)
+    slots = lambda part: isinstance(part, SlotKV)
+    squeeze = lambda part: part if slots(part) else jnp.squeeze(part)
+    return jax.tree.map(squeeze, tree, is_leaf=slots)
 
 
 def write_rows(cache_BKSE: Array, new_BKTE: Array, start_B: Array) -> Array:
@@ -87,3 +130,30 @@ def write_rows(cache_BKSE: Array, new_BKTE: Array, start_B: Array) -> Array:
         return lax.dynamic_update_slice(rows, new, start).reshape(cache_BKSE.shape)
     update = lambda row, new, start: lax.dynamic_update_slice(row, new, (0, start, 0))
     return jax.vmap(update)(cache_BKSE, new_BKTE, start_B)
+
+
+def _write_slots(cache_RKSE: Array, new_BKTE: Array, slot_B: Array, start_B: Array) -> Array:
+    """One array of the caches of all slots, with T new rows in B slots."""
+    new_BKTE = new_BKTE.astype(cache_RKSE.dtype)
+    is_cpu = traced_platform() == "cpu"
+    if is_cpu and cache_RKSE.dtype == jnp.bfloat16:  # as in `write_rows`
+        bits = lambda rows: lax.bitcast_convert_type(rows, jnp.uint16)
+        written = _write_slots(bits(cache_RKSE), bits(new_BKTE), slot_B, start_B)
+        return lax.bitcast_convert_type(written, cache_RKSE.dtype)
+
+    def write_one(b: Array | int, cache_RKSE: Array) -> Array:
+        new_1KTE = lax.dynamic_slice_in_dim(new_BKTE, b, 1, axis=0)
+        return lax.dynamic_update_slice(cache_RKSE, new_1KTE, (slot_B[b], 0, start_B[b], 0))
+
+    if len(slot_B) == 1:
+        return write_one(0, cache_RKSE)
+    if is_cpu:  # in place, as XLA's expansion of a scatter is not
+        return lax.fori_loop(0, len(slot_B), write_one, cache_RKSE)
+    dimensions = lax.ScatterDimensionNumbers(
+        update_window_dims=(1, 2, 3),
+        inserted_window_dims=(0,),
+        scatter_dims_to_operand_dims=(0, 2),
+    )
+    at_B2 = jnp.stack([slot_B, start_B], axis=-1)
+    mode = lax.GatherScatterMode.CLIP
+    return lax.scatter(cache_RKSE, at_B2, new_BKTE, dimensions, unique_indices=True, mode=mode)

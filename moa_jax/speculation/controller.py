@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moa_jax.config import DraftShape
-from moa_jax.speculation.acceptance import AcceptanceRates
+from moa_jax.speculation.acceptance import WINDOW, AcceptanceRates
 
 NO_DRAFT = DraftShape(1)
 # Share of the time that drafting may owe. The promise is 2 %; half of it is left for what no cost
@@ -44,8 +44,8 @@ LIMIT = 4.0
 # Plain rounds of gains that may be lost again: fewer than a sentence's tokens, so that a change of
 # text is noticed within the sentence.
 KEPT = 20.0
-# Rounds between choices: a call's launch and transfer then take less than 2 % of the call on an
-# H100 (0.5 ms of 8 x 5 ms), and a request that arrives waits less than 0.1 s.
+# Drafted rounds between choices: a call's launch and transfer then take less than 2 % of the call
+# on an H100 (0.5 ms of 8 x 5 ms), and a request that arrives waits less than 0.1 s.
 ROUNDS = 8
 # One round of a probe may fall on a token that is hard for any drafter; two seldom do.
 PROBE_ROUNDS = 2
@@ -85,17 +85,18 @@ class DraftController:
         speed = lambda shape: self.acceptance.tokens(shape) / costs[shape]
         upper_speed = lambda shape: self.acceptance.tokens(shape, DEVIATIONS) / costs[shape]
         shape = max(costs, key=speed)
-        rounds = most = min(max(self._num_rounds, 1), ROUNDS)  # few at first, to learn early
+        learned = max(self._num_rounds, 1)  # few rounds at first, to learn early
+        most = min(learned, ROUNDS)
         if NO_DRAFT not in costs:
-            return ShapeChoice(shape, rounds)
+            return ShapeChoice(shape, most)
         plain_ms = costs[NO_DRAFT]
         if shape == NO_DRAFT:
             shape, most = max(costs, key=upper_speed), PROBE_ROUNDS
         loss_ms = costs[shape] - plain_ms  # of a round whose drafts are all rejected
         if loss_ms > 0:
             most = min(most, int((LIMIT * plain_ms - self.debt_ms - lag_ms) / loss_ms))
-        if shape == NO_DRAFT or most < 1:
-            return ShapeChoice(NO_DRAFT, rounds)
+        if shape == NO_DRAFT or most < 1:  # plain rounds measure no acceptance
+            return ShapeChoice(NO_DRAFT, min(learned, WINDOW // 4))
         self.debt_ms += lag_ms
         return ShapeChoice(shape, most)
 

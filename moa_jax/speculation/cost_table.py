@@ -46,6 +46,7 @@ class CostKey(NamedTuple):
     weights: str | None  # format of quantized weights
     pair: str  # from `pair_hash`
     cores: int  # that the process may use
+    program: str = "session"  # or "engine", whose programs take longer
     jax: str = jax.__version__
     jaxlib: str = jaxlib.__version__
     driver: str = ""  # `platform_version` of the device's client

@@ -41,8 +41,8 @@ from moa_jax.config import (
     TargetConfig,
 )
 from moa_jax.decode.draft_vocabulary import DraftVocabulary
-from moa_jax.decode.engine import Engine, Request
 from moa_jax.decode.state import StaticConfig
+from moa_jax.engine import Engine, Request
 from moa_jax.files import device_loader
 from moa_jax.model import attention, convert, quantize, sharding
 from moa_jax.model.cache import KV, HiddenCache
@@ -224,18 +224,19 @@ def served(name: str, shape: str, mesh: Mesh | None) -> list[dict[str, Any]]:
         rest |= {"ways": (SHAPES["plain"], SHAPES["chain"]), "costs": costs_of([1, 2])}
     engine = Engine(*NamedPair(name, mesh).pair, SHAPES[shape], **rest)
     engine.start()
-    empty, *_ = engine.shelf.run(("empty", engine.shelf.largest))
-    assert_is_split(empty, 2, mesh, engine.session.setup)
+    state = engine.programs.run(("empty",))
+    assert_is_split(state.round, engine.programs.num_slots, mesh, engine.session.setup)
     heard: list[queue.SimpleQueue] = []
     for prompt, law in zip(PROMPTS, LAWS, strict=True):
         heard.append(queue.SimpleQueue())
         engine.submit(Request(tuple(prompt), NEW, (), law), heard[-1].put)
     rows = []
-    for news in heard:
+    for outputs in heard:
         tokens: list[int] = []
-        while not (one := news.get(timeout=300)).finish:
+        while not (one := outputs.get(timeout=300)).finish_reason:
             tokens += one.token_ids
-        rows.append({"tokens": tokens + one.token_ids, "finish": one.finish, "error": one.error})
+        found = {"tokens": tokens + one.token_ids, "finish": one.finish_reason}
+        rows.append(found | {"error": one.error})
     engine.close()
     return rows
 

@@ -66,6 +66,20 @@ def scripted(name: str, *choices: tuple[DraftShape, int]) -> Session:
     return found
 
 
+def test_a_drafted_round_of_a_lagging_drafter_leaves_it_lagging():
+    """It reads the round's own tokens, and those before them are still to be read."""
+    found = session("moa-1").begin([PROMPTS[1]], 20, NO_STOP, GREEDY)
+    known = lambda: found.state.round.draft_lag.draft_len_B.tolist()
+    before = known()
+    found.take(NO_DRAFT, 4)
+    found._lag = 0  # so that nothing catches up
+    found.take(CHAIN, 1)
+    assert known() == before == [len(PROMPTS[1])]
+    found._lag = 1
+    found.take(CHAIN, 1)
+    assert known() == found.state.round.length_B.tolist()
+
+
 SWITCHES = [
     (CHAIN, 2),
     (NO_DRAFT, 3),

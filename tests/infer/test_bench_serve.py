@@ -21,7 +21,7 @@ from infer.bench.serving.servers import Server
 from infer.openai.metrics import ServingMetrics
 from infer.server_process import Child, ended_by_sigterm
 from moa_jax.config import DraftShape
-from moa_jax.decode.engine import Load
+from moa_jax.engine import EngineStats
 from moa_jax.errors import InputError
 
 MOST_TOKENS = 1024
@@ -130,9 +130,9 @@ def test_nothing_is_known_where_all_failed():
 class IdleEngine:
     """What metrics ask an engine for."""
 
-    now = Load(0, 0, 4, 0.0, 0, 0, 0, 0, 0, 0, (0, 0), {}, 0, 0, 0, 0, {}, 0, 3)
+    now = EngineStats(0, 0, 4, 0.0, 0, 0, 0, 0, 0, 0, (0, 0), {}, 0, 0, 0, 0, {}, 0, 3)
 
-    def load(self) -> Load:
+    def stats(self) -> EngineStats:
         return self.now
 
 
@@ -153,10 +153,10 @@ def test_counts_are_what_the_servers_own_metrics_say():
         drafted_tokens=8,
         accepted_tokens=5,
         accepted_by_position=(3, 2),
-        rounds_by_way={chain: 3, plain: 1},
+        rounds_by_shape={chain: 3, plain: 1},
         prefix_lookup_tokens=40,
         prefix_tokens=10,
-        compiled=5,
+        programs=5,
     )
     after = servers.parse(metrics.text().decode())
     unchanged = after - after
@@ -182,8 +182,8 @@ class ToyServer:
         self.running, self.programs = 0, 0
         self._metrics = ServingMetrics("toy", self)
 
-    def load(self) -> Load:
-        return IdleEngine.now._replace(running=self.running, compiled=self.programs)
+    def stats(self) -> EngineStats:
+        return IdleEngine.now._replace(running=self.running, programs=self.programs)
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from moa_jax.model import attention, cache, masks
-from moa_jax.model.cache import KV
+from moa_jax.model.cache import KV, SlotKV
 from moa_jax.model.kernels import decode_gpu, decode_tpu
 from moa_jax.model.rotary import Rotation, rotate_packed
 from moa_jax.training.flops import programs_in
@@ -118,6 +118,32 @@ def test_a_cpu_reads_of_long_caches_what_texts_have_come_to(T, X, first, dtype, 
     assert np.isnan(np.float32(written.k_BKSE[:, :, read:])).all()
 
 
+@pytest.mark.parametrize("case", ["plain", "level-of-a-draft", "hidden-row", "memory"])
+@pytest.mark.parametrize("kernel", [*KERNELS, "einsum"])
+def test_sequences_use_their_slots_alone(case, kernel):
+    """Any slots in any order: as caches of their own, in place, and beside rows of NaN."""
+    lengths, shape, S, X, first = CASES[case]
+    (packed, turn, past), length_B = drawn(lengths, shape, S, X)
+    B = len(lengths)
+    slot_B = jnp.array([4, 1, 6][:B])
+    used_BS = jnp.arange(S) < (length_B + X)[:, None]
+    spoilt = lambda rows: jnp.where(used_BS[:, None, :, None], rows, jnp.nan)
+    of_slots = lambda rows: jnp.full((8, *rows.shape[1:]), jnp.nan).at[slot_B].set(spoilt(rows))
+    slots = SlotKV(jax.tree.map(of_slots, past), slot_B)
+    ancestor = tree(jax.random.key(1), B, shape[3], X) if X else None
+    sight = masks.cache_mask(length_B, ancestor, first)
+    attend = KERNELS.get(kernel, attention.by_einsum)
+    mixed, written = jax.jit(attend)(packed, turn, slots, sight)
+    expected, rows = by_einsum(packed, turn, past, sight)
+    if first:  # a token that sees nothing has zeros
+        expected = jnp.where(attention.sees_anything(sight)[..., None, None], expected, 0)
+    np.testing.assert_allclose(mixed, expected, atol=2e-6)
+    for leaf, one in zip(written.kv, rows, strict=True):
+        held_B = jnp.where(used_BS[:, None, :, None], leaf[slot_B], 0)
+        np.testing.assert_allclose(held_B, jnp.where(used_BS[:, None, :, None], one, 0), atol=1e-6)
+        assert np.isnan(np.delete(leaf, slot_B, axis=0)).all()
+
+
 def test_halves_of_a_head_fill_a_product():
     """Heads of 32 numbers are the smallest that the kernels for GPUs take."""
     given, length_B = drawn([100], (1, 2, 2, 3, 32), 128, 3)
@@ -188,6 +214,12 @@ def test_a_path_is_moved_to_the_front():
     expected = attention.keep_path(caches, tuple(rows), path_BD, length_B)
     found = decode_gpu.keep_path(caches, path_BD, length_B, interpret=True)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+    slot_B = jnp.array([2, 0])
+    in_slots = lambda past: SlotKV(
+        KV(*(jnp.zeros((3, *rows.shape[1:])).at[slot_B].set(rows) for rows in past)), slot_B
+    )
+    slots = decode_gpu.keep_path(tuple(map(in_slots, caches)), path_BD, length_B, interpret=True)
+    jax.tree.map(np.testing.assert_array_equal, slots, tuple(map(in_slots, expected)))
     assert np.array_equal(found[1].k_BKSE[1, :, 22], caches[1].k_BKSE[1, :, 24])
 
 
@@ -248,7 +280,7 @@ def test_the_tpu_kernel_declares_the_blocks_that_it_fetches():
         sides = [getattr(side, "block_size", 1) for side in mapping.block_shape]
         size = math.prod(sides) * mapping.array_aval.dtype.itemsize
         for place in itertools.product(*map(range, grid.grid)):
-            index = mapping.compute_start_indices_interpret(place, length_B)
+            index = mapping.compute_start_indices_interpret(place, length_B, jnp.arange(2))
             index = tuple(int(each) for each in index)
             fetched += size * (index != named)
             named = index

@@ -20,7 +20,7 @@ import pytest
 
 from moa_jax import Session, load_target
 from moa_jax.config import Sampling
-from moa_jax.decode.engine import Request
+from moa_jax.engine import Request
 from tests.certificates import certificate
 from tests.serve.toy_server import DEMO, EOS, TOKENIZER, ToyEngine, answer_of, running, wait_for
 

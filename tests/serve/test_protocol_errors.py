@@ -158,7 +158,7 @@ def test_an_answer_has_a_time_limit(stream):
 
 def test_a_fault_of_ours_is_an_error_without_details(monkeypatch):
     with running() as server:
-        server.engine.load = None
+        server.engine.stats = None
         error = error_of(server.get("/metrics"), 500)
         assert error["message"] == "the server failed at this request"
         (event,) = server.named("error")

@@ -24,9 +24,9 @@ from infer.openai.metrics import ServingMetrics
 from infer.openai.model import Model
 from moa_jax.config import DraftShape
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.decode.engine import Full, Load, News, Request, Ticket
 from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.decode.sampling import Sampling
+from moa_jax.engine import EngineStats, QueueFull, Request, RequestHandle, RequestOutput
 from tests.meeting import PATIENCE, wait_for
 
 VOCAB, EOS, FIRST = 2048, 4, 6  # of the bundled tokenizer; ids from FIRST on are no special tokens
@@ -76,21 +76,23 @@ class ToyEngine:
         self.healthy = True
         self.go = threading.Event()  # cleared: nobody hears anything
         self.go.set()
-        self._tasks: dict[int, tuple[Request, Callable[[News], None], list[int]]] = {}
+        self._tasks: dict[int, tuple[Request, Callable[[RequestOutput], None], list[int]]] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="toy engine", daemon=True)
 
-    def submit(self, request: Request, hear: Callable[[News], None], others: int = 0) -> Ticket:
+    def submit(
+        self, request: Request, hear: Callable[[RequestOutput], None], others: int = 0
+    ) -> RequestHandle:
         with self._lock:
             if len(self._tasks) + others >= self.slots + self.max_waiting:
-                raise Full(f"{self.max_waiting} requests are waiting already; try again later")
-            ticket = Ticket(len(self.requests))
+                raise QueueFull(f"{self.max_waiting} requests are waiting already; try again later")
+            ticket = RequestHandle(len(self.requests))
             self.requests.append(request)
             self._tasks[ticket.id] = (request, hear, answer_of(request))
         return ticket
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: RequestHandle) -> None:
         with self._lock:
             self.cancelled.append(ticket.id)
 
@@ -106,7 +108,7 @@ class ToyEngine:
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
-    def load(self) -> Load:
+    def stats(self) -> EngineStats:
         running = min(len(self._tasks), self.slots)
         known = {
             "running": running,
@@ -119,9 +121,9 @@ class ToyEngine:
             "drafted_tokens": 15,
             "accepted_tokens": 4,
             "accepted_by_position": (3, 1),
-            "rounds_by_way": {DraftShape(1): 7, DraftShape(4): 2},
+            "rounds_by_shape": {DraftShape(1): 7, DraftShape(4): 2},
         }
-        return Load(**dict.fromkeys(Load._fields, 0) | known)
+        return EngineStats(**dict.fromkeys(EngineStats._fields, 0) | known)
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -150,14 +152,16 @@ class ToyEngine:
             self.ended[id] = finish
         k = request.top_logprobs
         likely = [] if k is None else [likely_of(token, k) for token in tokens]
-        hear(News(token_ids=tokens, logprobs=likely, finish=finish, error=self.error))
+        hear(
+            RequestOutput(token_ids=tokens, logprobs=likely, finish_reason=finish, error=self.error)
+        )
 
     def _tell_prompt(self, request: Request, hear: Any) -> None:
         """Log-probabilities of the prompt, a few at a time."""
         top, rest = request.top_logprobs, request.prompt_ids[1:]
         likely = [None, *(likely_of(token, top) for token in rest)]
         for begin in range(0, len(likely), self.step):
-            hear(News([], prompt_logprobs=likely[begin : begin + self.step]))
+            hear(RequestOutput([], prompt_logprobs=likely[begin : begin + self.step]))
 
 
 class Running:

@@ -1,7 +1,6 @@
 """Simulated texts, without a clock: how fast a choice of draft shapes is beside fixed shapes.
 
-    python -m tests.speculation.simulation              figures of the draft controller
-    python -m tests.speculation.simulation --chooser    of the earlier choice, in a tree of 757377e
+    python -m tests.speculation.simulation    figures of the draft controller
 
 Rounds take the time of a table. Rounds of a shape count what they commit on average, so that luck
 shows in the choices alone.
@@ -9,13 +8,13 @@ shows in the choices alone.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from moa_jax.config import DraftShape
+from moa_jax.speculation.controller import DraftController
 
 NO_DRAFT, TREE, OWN = DraftShape(1), DraftShape(7, 8, 62), DraftShape(5)
 CPU = {NO_DRAFT: 1.0, TREE: 4.0} | {
@@ -161,8 +160,6 @@ def figures(start: Callable[[Costs, int], tuple[Next, Observe]], setting: str) -
 
 def controlled(costs: Costs, rows: int = 1) -> tuple[Next, Observe]:
     """A new draft controller."""
-    from moa_jax.speculation.controller import DraftController
-
     controller = DraftController(max(shape.levels for shape in costs) - 1)
     return (
         lambda: controller.next(costs),
@@ -170,14 +167,6 @@ def controlled(costs: Costs, rows: int = 1) -> tuple[Next, Observe]:
     )
 
 
-def chosen(costs: Costs, rows: int = 1) -> tuple[Next, Observe]:
-    """A new chooser of 757377e."""
-    from moa_jax.decode.auto import Chooser
-
-    chooser = Chooser(list(costs), OWN)
-    return lambda: chooser.next(costs, set(costs)), chooser.heard
-
-
 if __name__ == "__main__":
     for name in SETTINGS:
-        print(name, figures(chosen if "--chooser" in sys.argv else controlled, name), flush=True)
+        print(name, figures(controlled, name), flush=True)

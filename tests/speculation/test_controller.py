@@ -14,7 +14,6 @@ from moa_jax.speculation.controller import (
     KEPT,
     LIMIT,
     NO_DRAFT,
-    ROUNDS,
     DraftController,
     ShapeChoice,
 )
@@ -40,7 +39,7 @@ from tests.speculation.simulation import (
 CHAIN = DraftShape(3)
 TWO = {NO_DRAFT: 1.0, CHAIN: 1.5}
 # Mean speed over the best fixed shape of the choice at 757377e, by
-# python -m tests.speculation.simulation --chooser
+# the loop of tests/speculation/simulation.py with the `Chooser` of that commit
 EARLIER = {
     "one row": 1.0489,
     "eight rows": 1.0581,
@@ -187,7 +186,8 @@ def test_the_debt_is_bounded_if_nothing_is_accepted(table, rows):
 def test_drafts_without_acceptance_become_rare_but_never_stop():
     made = choices(DraftController(7), CPU, 0, 3000)[200:]
     drafted = [index for index, choice in enumerate(made) if choice.shape != NO_DRAFT]
-    gaps = [ROUNDS * (after - before - 1) for before, after in itertools.pairwise(drafted)]
+    between = [made[before + 1 : after] for before, after in itertools.pairwise(drafted)]
+    gaps = [sum(choice.rounds for choice in choices) for choices in between]
     assert len(gaps) > 100 and 32 <= min(gaps) and max(gaps) <= 100
     assert drafted_ms(made, CPU) <= 2 * BUDGET * sum(n * CPU[shape] for shape, n in made)
 
@@ -218,7 +218,7 @@ def promising() -> DraftController:
 
 def test_drafts_pause_at_the_limit_and_go_on_when_a_round_is_repaid():
     found = promising()
-    for debt, choice in ((0.0, (CHAIN, 8)), (LIMIT - 0.6, (CHAIN, 1)), (LIMIT, (NO_DRAFT, 8))):
+    for debt, choice in ((0.0, (CHAIN, 8)), (LIMIT - 0.6, (CHAIN, 1)), (LIMIT, (NO_DRAFT, 16))):
         found.debt_ms = debt
         assert found.next(TWO) == choice
     found.observe(TWO, NO_DRAFT, [], 49)
@@ -229,7 +229,7 @@ def test_drafts_pause_at_the_limit_and_go_on_when_a_round_is_repaid():
 
 def test_the_time_to_catch_up_is_a_debt():
     found = promising()
-    assert found.next(TWO, lag_ms=LIMIT) == (NO_DRAFT, 8) and found.debt_ms == 0.0
+    assert found.next(TWO, lag_ms=LIMIT) == (NO_DRAFT, 16) and found.debt_ms == 0.0
     assert found.next(TWO, lag_ms=LIMIT / 2) == (CHAIN, 4)
     assert found.debt_ms == LIMIT / 2
 

@@ -84,7 +84,7 @@ def test_warnings_of_libraries_become_events_without_their_text():
     with WarningHandler(lambda event, **facts: events.append(facts)):
         logger = logging.getLogger("uvicorn.error")
         logger.warning("first line\nsecond")
-        for name in ("uvicorn.error", "moa_jax.decode.engine.engine"):
+        for name in ("uvicorn.error", "moa_jax.engine.engine"):
             try:
                 raise ValueError("what users wrote")
             except ValueError:

@@ -457,6 +457,6 @@ def test_speculation_changes_no_text(short, tmp_path, monkeypatch):
         output = tmp_path / name
         regenerate.main([*flags, "--batch", *more, "--output", str(output)])
     assert (tmp_path / "plain").read_bytes() == (tmp_path / "drafted").read_bytes()
-    plain, drafted = (engine.load() for engine in engines)
+    plain, drafted = (engine.stats() for engine in engines)
     assert len(lines(tmp_path / "plain")) > 5 and drafted.finished["stop"] > 5
     assert (plain.accepted_tokens, drafted.accepted_tokens > 20) == (0, True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from moa_jax.config import Sampling
 from moa_jax.decode.detokenize import detokenizer_of
-from moa_jax.decode.engine import Closed, Engine, Full, News, Request
+from moa_jax.engine import Engine, EngineClosed, QueueFull, Request, RequestOutput
 from moa_jax.errors import InputError
 
 
@@ -60,21 +60,23 @@ class LocalAnswers:
         self.most_asked = engine.num_slots + 1 + engine.num_slots // 8  # no slot waits for the host
         self._engine, self._tokenizer = engine, tokenizer
         self._max_new_tokens, self._stop_ids = max_new_tokens, stop_ids
-        self._ended: queue.SimpleQueue[tuple[int, list[int], News | str]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[int, list[int], RequestOutput | str]] = (
+            queue.SimpleQueue()
+        )
 
     def ask(self, question: TargetQuestion) -> None:
         """Submits a question; `next` returns a refusal if the question does not fit the engine."""
         tokens: list[int] = []
 
-        def on_output(news: News) -> None:
-            tokens.extend(news.token_ids)
-            if news.finish:
-                self._ended.put((question.number, tokens, news))
+        def on_output(output: RequestOutput) -> None:
+            tokens.extend(output.token_ids)
+            if output.finish_reason:
+                self._ended.put((question.number, tokens, output))
 
         prompt, new = tuple(question.prompt_ids), self._max_new_tokens
         try:
             self._engine.submit(Request(prompt, new, self._stop_ids, question.sampling), on_output)
-        except (Closed, Full):  # these concern all questions
+        except (EngineClosed, QueueFull):  # these concern all questions
             raise
         except InputError as error:
             self._ended.put((question.number, [], str(error)))
@@ -84,14 +86,16 @@ class LocalAnswers:
 
         Raises InputError if the engine fails a request, RuntimeError if the engine cancels one.
         """
-        number, tokens, news = self._ended.get()
-        if isinstance(news, str):
-            return TargetRefusal(number, news)
-        if news.finish == "error":  # such as NaN in the weights, which fails every answer
-            raise InputError(news.error)
-        if news.finish not in ("stop", "length"):
-            raise RuntimeError(f"an answer was {news.finish}")
-        return TargetAnswer(number, tokens, text_of(self._tokenizer, tokens), news.finish == "stop")
+        number, tokens, output = self._ended.get()
+        if isinstance(output, str):
+            return TargetRefusal(number, output)
+        if output.finish_reason == "error":  # such as NaN in the weights, which fails every answer
+            raise InputError(output.error)
+        if output.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"an answer was {output.finish_reason}")
+        return TargetAnswer(
+            number, tokens, text_of(self._tokenizer, tokens), output.finish_reason == "stop"
+        )
 
 
 def text_of(tokenizer: Any, token_ids: list[int]) -> str:

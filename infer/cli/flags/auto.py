@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -48,6 +48,7 @@ def costs_of(
     drafter: LoadedDrafter,
     vocabulary: DraftVocabulary | None,
     weights: str | None,
+    program: Literal["session", "engine"] = "session",
 ) -> CostTable:
     """The cost table of this pair on this device; empty before the first measurement."""
     size = len(vocabulary.ids_U) if vocabulary else target.config.vocab_size
@@ -59,6 +60,7 @@ def costs_of(
         weights=weights,
         pair=pair_hash(target.config, drafter.method, drafter.config, size),
         cores=_num_cores(),
+        program=program,
         driver=device.client.platform_version,
     )
     costs, notice = load_costs(folder(), key)

@@ -34,7 +34,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from moa_jax.model.cache import KV
+from moa_jax.model import cache
+from moa_jax.model.cache import KV, AnyKV
 from moa_jax.model.masks import CacheMask
 from moa_jax.model.rotary import Rotation
 from moa_jax.runtime.devices import compute_capability
@@ -122,16 +123,22 @@ def is_possible(heads: Array, past: KV) -> bool:
 
 
 def attend(
-    packed_BTKXE: Array, turn: Rotation, past: KV, cache_mask: CacheMask, *, interpret: bool = False
-) -> tuple[Array, KV]:
+    packed_BTKXE: Array,
+    turn: Rotation,
+    past: AnyKV,
+    cache_mask: CacheMask,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, AnyKV]:
     """Attention of the T tokens, (B, T, K, G, E), and the cache with their rows.
 
     The arguments are those of `attention.attend_cached`; a pass without new rows returns `past`.
     """
     B, T, K, _, E = packed_BTKXE.shape
-    sizes = sizes_of(packed_BTKXE.shape, packed_BTKXE.dtype, past.k_BKSE.shape[2], cache_mask)
+    kv, slot_B = cache.parts_of(past)
+    sizes = sizes_of(packed_BTKXE.shape, packed_BTKXE.dtype, kv.k_BKSE.shape[2], cache_mask)
     G, splits = sizes.G, sizes.splits
-    operands = [cache_mask.length_B, packed_BTKXE, *turn, *past]
+    operands = [cache_mask.length_B, slot_B, packed_BTKXE, *turn, *kv]
     if not sizes.is_line:
         operands.append(cache_mask.ancestor_BTX.astype(jnp.int8))
     mixed = jax.ShapeDtypeStruct((B, T, K, G, E), packed_BTKXE.dtype)
@@ -140,21 +147,21 @@ def attend(
         jax.ShapeDtypeStruct((B, K, splits, G * T), jnp.float32),
     )
     results = [mixed] if splits == 1 else list(partial)
-    caches = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in past] if sizes.writes else []
+    caches = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in kv] if sizes.writes else []
     found = pl.pallas_call(
         functools.partial(_attend_kernel, sizes),
         grid=(splits, K * sizes.blocks, B),
         out_shape=[*results, *caches],
-        input_output_aliases={4 + i: len(results) + i for i in range(len(caches))},
+        input_output_aliases={5 + i: len(results) + i for i in range(len(caches))},
         name="attend_rows",
         interpret=interpret,
-        cost_estimate=_cost(sizes, (packed_BTKXE, *turn), past, results),
+        cost_estimate=_cost(sizes, (packed_BTKXE, *turn), kv, results),
         compiler_params=triton.CompilerParams(
             num_warps=8 if sizes.queries > 64 else 4, num_stages=2
         ),
     )(*operands)
     if caches:
-        past = KV(*found[-2:])
+        past = cache.with_arrays(past, KV(*found[-2:]))
     if splits > 1:
         return _join(sizes, cache_mask.length_B, found[:2], mixed, interpret), past
     return found[0], past
@@ -208,7 +215,8 @@ class _Program:
     def __init__(self, sizes: Sizes, refs: Sequence[Ref]) -> None:
         """Loads the queries of this program's tokens and heads as two halves of E, (Q, H) each."""
         self.sizes = sizes
-        length_ref, self.packed_ref, cos_ref, sin_ref, self.k_ref, self.v_ref, *rest = refs
+        length_ref, slot_ref, self.packed_ref, cos_ref, sin_ref, *rest = refs
+        self.k_ref, self.v_ref, *rest = rest
         self.ancestor_ref, self.results, self.written = _sorted(sizes, rest)
         self.split, self.b = pl.program_id(0), pl.program_id(2)
         self.k, self.block = pl.program_id(1) // sizes.blocks, pl.program_id(1) % sizes.blocks
@@ -218,7 +226,7 @@ class _Program:
         self.index_Q = self.block * sizes.queries + jnp.arange(sizes.queries)
         self.there_Q1 = (self.index_Q < sizes.G * sizes.T)[:, None]
         self.token_Q1 = (self.index_Q % sizes.T)[:, None]
-        self.length = length_ref[self.b]
+        self.length, self.slot = length_ref[self.b], slot_ref[self.b]
         heads = (self.packed_ref, cos_ref, sin_ref)
         self.load = functools.partial(_load_turned, heads, self.b, self.k)
         self.q_2QH = self.load(self.token_Q1, (self.index_Q // sizes.T)[:, None], self.there_Q1)
@@ -240,7 +248,7 @@ class _Program:
         if sizes.first:
             seen_R &= row_R >= sizes.first
         take = lambda ref, e: triton.load(
-            ref.at[self.b, self.k, row_R[:, None], e], mask=seen_R[:, None], other=0.0
+            ref.at[self.slot, self.k, row_R[:, None], e], mask=seen_R[:, None], other=0.0
         )
         k_2RH = [take(self.k_ref, half) for half in self.halves_2]
         return self._see(state, k_2RH, take(self.v_ref, self.e_1E), seen_R[None, :])
@@ -257,7 +265,7 @@ class _Program:
 
         def joined(cache_ref: Ref, written_ref: Ref, e: Array, new: Array) -> Array:
             """Writes the new rows and returns them joined with the rows of earlier passes."""
-            here = (self.b, self.k, self.length + node_R[:, None], e)
+            here = (self.slot, self.k, self.length + node_R[:, None], e)
             old = triton.load(cache_ref.at[here], mask=old_R1, other=0.0)
             at = written_ref.at[here]
             triton.store(at, new, mask=new_R1 & (self.block == 0) & (e >= 0))
@@ -397,10 +405,11 @@ def _num_bytes(array: Array | jax.ShapeDtypeStruct) -> int:
 def _cost(
     sizes: Sizes, heads: Sequence[Array], past: KV, results: Sequence[jax.ShapeDtypeStruct]
 ) -> pl.CostEstimate:
-    """Cost of a full cache; each block of queries reads the whole cache."""
-    B, K, S, E = past.k_BKSE.shape
+    """Cost of full caches; each block of queries reads the whole cache of its sequence."""
+    _, K, S, E = past.k_BKSE.shape
+    B = heads[0].shape[0]
     pairs = B * K * sizes.G * sizes.T * (S + sizes.X)
-    moved = sizes.blocks * sum(map(_num_bytes, past))
+    moved = sizes.blocks * B * sum(map(_num_bytes, past)) // past.k_BKSE.shape[0]
     return pl.CostEstimate(
         flops=4 * pairs * E,
         bytes_accessed=moved + sum(map(_num_bytes, (*heads, *results))),
@@ -409,42 +418,44 @@ def _cost(
 
 
 def keep_path(
-    caches: tuple[KV, ...], path_BD: Array, length_B: Array, *, interpret: bool = False
-) -> tuple[KV, ...]:
+    caches: tuple[AnyKV, ...], path_BD: Array, length_B: Array, *, interpret: bool = False
+) -> tuple[AnyKV, ...]:
     """Moves rows length + path to rows length, length + 1, ... of all caches, in one launch."""
-    arrays = jax.tree.leaves(caches)
-    B, K, _, E = arrays[0].shape
+    kvs, (slot_B, *_) = zip(*map(cache.parts_of, caches), strict=True)
+    arrays = jax.tree.leaves(kvs)
+    (B, _), (_, K, _, E) = path_BD.shape, arrays[0].shape
     moved = 2 * len(arrays) * B * K * path_BD.shape[1] * E * arrays[0].dtype.itemsize
     found = pl.pallas_call(
         functools.partial(_keep_kernel, path_BD.shape[1], E, interpret),
         grid=(K, B, len(arrays)),
         out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays],
-        input_output_aliases={2 + i: i for i in range(len(arrays))},
+        input_output_aliases={3 + i: i for i in range(len(arrays))},
         name="keep_path",
         interpret=interpret,
         cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=moved, transcendentals=0),
         compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
-    )(length_B, path_BD, *arrays)
-    return jax.tree.unflatten(jax.tree.structure(caches), found)
+    )(length_B, slot_B, path_BD, *arrays)
+    kvs = jax.tree.unflatten(jax.tree.structure(kvs), found)
+    return tuple(map(cache.with_arrays, caches, kvs))
 
 
 def _keep_kernel(
-    D: int, E: int, interpret: bool, length_ref: Ref, path_ref: Ref, *refs: Ref
+    D: int, E: int, interpret: bool, length_ref: Ref, slot_ref: Ref, path_ref: Ref, *refs: Ref
 ) -> None:
     """One program: one key-value head of one array. All rows are read before any is written."""
     k, b = pl.program_id(0), pl.program_id(1)
     level_D = jnp.arange(pl.next_power_of_2(D))
     there_D, e_1E = level_D < D, jnp.arange(E)[None, :]
-    length = length_ref[b]
+    length, slot = length_ref[b], slot_ref[b]
     node_D = triton.load(path_ref.at[b, level_D], mask=there_D, other=0)
 
     def move(old_ref: Ref, kept_ref: Ref) -> None:
-        at, S = (b, k, (length + node_D)[:, None], e_1E), old_ref.shape[2]
+        at, S = (slot, k, (length + node_D)[:, None], e_1E), old_ref.shape[2]
         mask_DE = (there_D & (length + level_D < S))[:, None] & (e_1E >= 0)
         rows_DE = triton.load(old_ref.at[at], mask=mask_DE, other=0.0)
         if not interpret:
             triton.debug_barrier()  # one thread's new row may be another thread's old row
-        triton.store(kept_ref.at[b, k, (length + level_D)[:, None], e_1E], rows_DE, mask=mask_DE)
+        triton.store(kept_ref.at[slot, k, (length + level_D)[:, None], e_1E], rows_DE, mask=mask_DE)
 
     half = len(refs) // 2
     for index, pair in enumerate(zip(refs[:half], refs[half:], strict=True)):

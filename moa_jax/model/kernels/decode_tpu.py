@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
 from moa_jax.model import cache
-from moa_jax.model.cache import KV
+from moa_jax.model.cache import KV, AnyKV
 from moa_jax.model.masks import CacheMask
 from moa_jax.model.rotary import Rotation, rotate_packed
 
@@ -48,8 +48,13 @@ def is_possible(heads: Array, past: KV) -> bool:
 
 
 def attend(
-    packed_BTKXE: Array, turn: Rotation, past: KV, cache_mask: CacheMask, *, interpret: bool = False
-) -> tuple[Array, KV]:
+    packed_BTKXE: Array,
+    turn: Rotation,
+    past: AnyKV,
+    cache_mask: CacheMask,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, AnyKV]:
     """Attention of the T tokens, (B, T, K, G, E), and the cache with their rows.
 
     The arguments are those of `attention.attend_cached`; a pass without new rows returns `past`.
@@ -70,12 +75,17 @@ def attend(
     return jnp.moveaxis(prefix_BKGTE, 3, 1).astype(q_BKGTE.dtype), past
 
 
-def _attend_tree(q_BKGTE: Array, past: KV, cache_mask: CacheMask) -> tuple[Array, Array]:
+def _attend_tree(q_BKGTE: Array, past: AnyKV, cache_mask: CacheMask) -> tuple[Array, Array]:
     """Attention to the X rows after the prefix, and its log-sum-exps."""
-    T, E = q_BKGTE.shape[3:]
-    X = cache_mask.tree_size
-    cut = jax.vmap(lambda rows_KSE, start: lax.dynamic_slice_in_dim(rows_KSE, start, X, axis=1))
-    k_BKXE, v_BKXE = (cut(rows_BKSE, cache_mask.length_B) for rows_BKSE in past)
+    T, X = q_BKGTE.shape[3], cache_mask.tree_size
+    kv, slot_B = cache.parts_of(past)
+    K, E = q_BKGTE.shape[1], q_BKGTE.shape[4]
+
+    def cut(rows_RKSE: Array) -> Array:
+        one = lambda slot, start: lax.dynamic_slice(rows_RKSE, (slot, 0, start, 0), (1, K, X, E))[0]
+        return jax.vmap(one)(slot_B, cache_mask.length_B)
+
+    k_BKXE, v_BKXE = map(cut, kv)
     score_BKGTX = E**-0.5 * jnp.einsum(
         "BKGTE,BKXE->BKGTX", q_BKGTE, k_BKXE, preferred_element_type=jnp.float32
     )
@@ -93,11 +103,12 @@ def _attend_tree(q_BKGTE: Array, past: KV, cache_mask: CacheMask) -> tuple[Array
 
 
 def _attend_prefix(
-    q_BKGTE: Array, past: KV, cache_mask: CacheMask, interpret: bool
+    q_BKGTE: Array, past: AnyKV, cache_mask: CacheMask, interpret: bool
 ) -> tuple[Array, Array]:
     """Attention to the verified rows in float32, and its log-sum-exps."""
     B, K, G, T, E = q_BKGTE.shape
-    S = past.k_BKSE.shape[2]
+    kv, slot_B = cache.parts_of(past)
+    S = kv.k_BKSE.shape[2]
     num = -(-G * T // TILE) * TILE
     block = min(num, QUERIES)
     num = -(-num // block) * block
@@ -105,12 +116,13 @@ def _attend_prefix(
     q_BKQE = jnp.pad(q_BKQE, ((0, 0), (0, 0), (0, num - G * T), (0, 0)))
     rows = next(size for size in (512, 256, 128) if S % size == 0)
     last = lambda length: jnp.maximum(pl.cdiv(length, rows) - 1, 0)
-    queries = pl.BlockSpec((None, None, block, E), lambda b, k, q, s, n: (b, k, q, 0))
+    queries = pl.BlockSpec((None, None, block, E), lambda b, k, q, s, n, slot: (b, k, q, 0))
     # A block is not fetched twice in a row: beyond the prefix, the index stays at the last block.
     keys = pl.BlockSpec(
-        (None, None, rows, E), lambda b, k, q, s, n: (b, k, jnp.minimum(s, last(n[b])), 0)
+        (None, None, rows, E),
+        lambda b, k, q, s, n, slot: (slot[b], k, jnp.minimum(s, last(n[b])), 0),
     )
-    numbers = pl.BlockSpec((None, None, block, LANES), lambda b, k, q, s, n: (b, k, q, 0))
+    numbers = pl.BlockSpec((None, None, block, LANES), lambda b, k, q, s, n, slot: (b, k, q, 0))
     scratch = [tpu.VMEM((block, width), jnp.float32) for width in (LANES, LANES, E)]
     pairs = B * K * G * T * S
     size = q_BKQE.dtype.itemsize
@@ -121,7 +133,7 @@ def _attend_prefix(
             jax.ShapeDtypeStruct((B, K, num, LANES), jnp.float32),
         ],
         grid_spec=tpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=2,
             grid=(B, K, num // block, S // rows),
             in_specs=[queries, keys, keys],
             out_specs=[queries, numbers],
@@ -135,7 +147,7 @@ def _attend_prefix(
             + 4 * B * K * num * (E + LANES),
             transcendentals=pairs,
         ),
-    )(cache_mask.length_B, q_BKQE, *past)
+    )(cache_mask.length_B, slot_B, q_BKQE, *kv)
     mixed_BKGTE = mixed_BKQE[:, :, : G * T].reshape(B, K, G, T, E)
     return mixed_BKGTE, lse_BKQX[:, :, : G * T, 0].reshape(B, K, G, T)
 
@@ -144,6 +156,7 @@ def _prefix_kernel(
     rows: int,
     first: int,
     length_ref,
+    slot_ref,
     q_ref,
     k_ref,
     v_ref,
@@ -165,6 +178,9 @@ def _prefix_kernel(
     @pl.when(index * rows < length)
     def _() -> None:
         q_QE, v_RE = q_ref[...], v_ref[...]
+        # Rows beyond the prefix may hold NaN, which a weight of 0 would not remove.
+        row_RE = index * rows + lax.broadcasted_iota(jnp.int32, v_RE.shape, 0)
+        v_RE = jnp.where(row_RE < length, v_RE, jnp.zeros_like(v_RE))
         precision = lax.Precision.HIGHEST if q_QE.dtype == jnp.float32 else None
         dot = functools.partial(
             lax.dot_general, preferred_element_type=jnp.float32, precision=precision

@@ -1,10 +1,17 @@
-"""Whose prompt is read next."""
+"""Chunks of prompts and passes of a shared target, and their order."""
 
 from __future__ import annotations
 
 import pytest
 
-from moa_jax.decode.order import MOST_CHUNKS, Advance, Chunk, Order, Turns, chunks_between
+from infer.split_server.pass_scheduler import (
+    MOST_CHUNKS,
+    DecodePass,
+    PassScheduler,
+    PrefillChunk,
+    PromptPicker,
+    chunks_between,
+)
 
 
 @pytest.mark.parametrize(
@@ -17,10 +24,10 @@ def test_more_chunks_where_more_prompts_wait_than_answers_go_on(prompts, answers
 
 def read_all(chunks_of: dict[str, int], coming: dict[int, tuple[str, int]]) -> str:
     """The chunks in their order; `coming` has prompts by the turn in which they come."""
-    order, left, read = Order(), dict(chunks_of), ""
+    picker, left, read = PromptPicker(), dict(chunks_of), ""
     while left:
         left |= dict([coming.pop(len(read))]) if len(read) in coming else {}
-        name = order.next(list(left), left.__getitem__)
+        name = picker.next(list(left), left.__getitem__)
         read += name
         left[name] -= 1
         if not left[name]:
@@ -45,19 +52,19 @@ def test_a_stream_of_short_prompts_starves_nobody():
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_the_oldest_has_its_turn_though_others_are_read_to_their_end_between(before):
-    """Where only one has a seat, all but the first of its chunks are nobody's choice."""
-    order, left = Order(), {"A": 9} | {name: 2 for name in "BCDEF"}
+    """With one free slot, only the first chunk of a prompt is a choice between prompts."""
+    picker, left = PromptPicker(), {"A": 9} | {name: 2 for name in "BCDEF"}
     for _ in range(before):
-        order.next("BA", left.__getitem__)
+        picker.next("BA", left.__getitem__)
     begun = ""
     while left:
-        begun += (name := order.next(list(left), left.__getitem__))
+        begun += (name := picker.next(list(left), left.__getitem__))
         for _ in range(left.pop(name) - 1):
-            assert order.next([name], lambda _: 1) == name
+            assert picker.next([name], lambda _: 1) == name
     assert "A" in begun[:2]
 
 
-# ---- turns --------------------------------------------------------------------------------
+# ---- steps --------------------------------------------------------------------------------
 
 
 class Driver:
@@ -65,57 +72,61 @@ class Driver:
 
     def __init__(self, left: dict[str, int], widths: dict[str, int]) -> None:
         self.left, self.widths = left, widths
-        self.turns = Turns[str](
+        self.scheduler = PassScheduler[str](
             prompts=lambda: list(self.left),
             left=lambda one: self.left[one],
-            crowd=lambda: (len(self.left), len(self.widths)),
+            queue_sizes=lambda: (len(self.left), len(self.widths)),
             answers=lambda: list(self.widths),
-            begun=lambda: list(self.widths),
+            has_state=lambda: list(self.widths),
             chunk=16,
             most_rows=3,
             width=lambda one: self.widths[one],
         )
 
-    def turn(self) -> list[str]:
-        """Whose chunks were read, then who took part in the pass."""
+    def step(self) -> list[str]:
+        """The prompts whose chunks were read, then the rows of the pass."""
         found = []
-        for piece in self.turns.turn():
-            found.append("".join(piece.rows) if isinstance(piece, Advance) else piece.of)
-            if isinstance(piece, Chunk):
+        for piece in self.scheduler.schedule():
+            found.append("".join(piece.rows) if isinstance(piece, DecodePass) else piece.of)
+            if isinstance(piece, PrefillChunk):
                 size = min(self.left[piece.of], 16)
-                self.turns.was_read(size)
+                self.scheduler.on_chunk_done(size)
                 self.left[piece.of] -= size
                 if not self.left[piece.of]:
                     del self.left[piece.of]
         return found
 
 
-def test_a_turn_is_a_chunk_and_then_a_pass():
+def test_a_step_is_a_chunk_and_then_a_pass():
     driver = Driver({"A": 40}, {"x": 1, "y": 1})
-    assert [driver.turn() for _ in range(4)] == [["A", "xy"]] * 3 + [["xy"]]
-    assert Driver({}, {}).turn() == [] and Driver({"A": 40}, {}).turn() == ["A"]
+    assert [driver.step() for _ in range(4)] == [["A", "xy"]] * 3 + [["xy"]]
+    assert Driver({}, {}).step() == [] and Driver({"A": 40}, {}).step() == ["A"]
 
 
 def test_short_chunks_take_the_place_of_a_long_one():
     """But not more than four: a device that waits for weights needs as long for each of them."""
     many = {name: 2 for name in "ABCDEF"}
-    assert Driver(many, {name: 1 for name in "uvwxyz"}).turn() == [*"ABCD", "uvw"]
+    assert Driver(many, {name: 1 for name in "uvwxyz"}).step() == [*"ABCD", "uvw"]
 
 
 def test_a_wide_row_has_a_pass_of_its_own():
     """The oldest goes first, with those that fit to it."""
     driver = Driver({}, {"a": 1, "b": 8, "c": 4, "d": 2, "e": 4})
-    assert driver.turn() == ["acd"]
+    assert driver.step() == ["acd"]
     driver.widths = {"b": 8, "e": 1, "f": 32}
-    assert driver.turn() == ["bf"]
+    assert driver.step() == ["bf"]
 
 
-def test_what_fails_takes_those_at_work_and_with_the_state_all():
+def test_a_failure_affects_those_at_work_and_with_the_state_all():
     driver = Driver({"A": 40, "B": 40}, {"x": 1, "y": 9})
-    pieces = driver.turns.turn()
-    assert next(pieces) == Chunk("A") and driver.turns.lost(with_state=False) == ["A"]
-    driver.left, pieces = {"B": 40}, driver.turns.turn()
-    assert next(pieces) == Chunk("B") and driver.turns.lost(with_state=True) == ["B", "x", "y"]
-    driver.left, pieces = {}, driver.turns.turn()
-    assert next(pieces) == Advance(["x"]) and driver.turns.lost(with_state=False) == ["x"]
-    assert not driver.turns.lost(with_state=False), "they are lost once"
+    scheduler = driver.scheduler
+    pieces = scheduler.schedule()
+    assert next(pieces) == PrefillChunk("A")
+    assert scheduler.affected(state_is_lost=False) == ["A"]
+    driver.left, pieces = {"B": 40}, scheduler.schedule()
+    assert next(pieces) == PrefillChunk("B")
+    assert scheduler.affected(state_is_lost=True) == ["B", "x", "y"]
+    driver.left, pieces = {}, scheduler.schedule()
+    assert next(pieces) == DecodePass(["x"])
+    assert scheduler.affected(state_is_lost=False) == ["x"]
+    assert not scheduler.affected(state_is_lost=False), "a failure affects them once"

@@ -13,11 +13,11 @@ import pytest
 
 from moa_jax.config import Sampling
 from moa_jax.decode import logprobs
-from moa_jax.decode.engine import Engine, Request
-from moa_jax.decode.engine.prefixes import Prefixes
+from moa_jax.engine import Engine, Request
 from moa_jax.errors import InputError
 from moa_jax.model import llama, masks
-from tests.decode.engines import (
+from tests.decode.test_chunks import target
+from tests.engine.engines import (
     Listener,
     alone,
     answers,
@@ -26,7 +26,6 @@ from tests.decode.engines import (
     mixed,
     split,
 )
-from tests.decode.test_chunks import target
 
 CHUNK = 32
 RANDOM = np.random.default_rng(3)
@@ -37,8 +36,6 @@ TEXT = tuple(RANDOM.integers(0, 61, 90).tolist())
 def engine(request) -> Iterator[Engine]:
     """One whose background is at rest, so that what is compiled does not depend on the time."""
     made = engine_of(request.param, num_slots=2, chunk=CHUNK)
-    for rows in made.shelf.rows:
-        made.shelf.make_score(rows)
     made.session.background.submit = lambda *job, **rest: None
     made.start()
     yield made
@@ -61,7 +58,7 @@ def by_one_pass() -> np.ndarray:
 
 
 def of_prompt(listener: Listener) -> list[logprobs.TokenLogprob | None]:
-    return [each for news in listener.all for each in news.prompt_logprobs]
+    return [each for output in listener.all for each in output.prompt_logprobs]
 
 
 def assert_as_one_pass(request: Request, listener: Listener) -> None:
@@ -90,73 +87,32 @@ def test_they_are_those_of_one_pass_over_the_prompt(engine, new):
     for request, listener in zip(requests, found, strict=False):
         assert_as_one_pass(request, listener)
         wanted = alone(replace(request, top_logprobs=None)) if new else ([], "length")
-        assert (listener.token_ids, listener.all[-1].finish) == wanted
-        own = [each for news in listener.all for each in news.logprobs]
+        assert (listener.token_ids, listener.all[-1].finish_reason) == wanted
+        own = [each for output in listener.all for each in output.logprobs]
         assert [len(each.top) for each in own] == [request.top_logprobs] * new
     for request, listener in zip(others, found[len(requests) :], strict=True):
-        assert (listener.token_ids, listener.all[-1].finish) == alone(request)
+        assert (listener.token_ids, listener.all[-1].finish_reason) == alone(request)
         assert not of_prompt(listener)
 
 
-def test_all_tokens_are_read_though_a_kept_text_begins_alike(engine, monkeypatch):
+def test_all_tokens_are_read_though_a_kept_text_begins_alike(engine):
     """And what was read so serves others."""
-    monkeypatch.setattr(engine._readings, "prefixes", Prefixes(1 << 30))
-    before, request = engine.load(), asking(TEXT, 0)
+    engine._slots.clear()
+    before, request = engine.stats(), asking(TEXT, 0)
     for _ in range(2):
         (listener,) = answers(engine, [request])
         assert_as_one_pass(request, listener)
-    assert engine.load().prefix_lookups == before.prefix_lookups
-    assert engine.load().prompt_tokens == before.prompt_tokens + 2 * len(TEXT)
+    assert engine.stats().prefix_lookups == before.prefix_lookups
+    assert engine.stats().prompt_tokens == before.prompt_tokens + 2 * len(TEXT)
     plain = Request((*TEXT, 5), 9, ())
     (listener,) = answers(engine, [plain])
-    assert (listener.token_ids, listener.all[-1].finish) == alone(plain)
-    assert engine.load().prefix_tokens == before.prefix_tokens + len(TEXT)
+    assert (listener.token_ids, listener.all[-1].finish_reason) == alone(plain)
+    assert engine.stats().prefix_tokens == before.prefix_tokens + len(TEXT)
 
 
-def test_what_was_read_is_told_though_a_call_failed_meanwhile(engine, monkeypatch):
-    """No order comes after that, and nobody sits."""
-    run = engine.shelf.run
-
-    def broken(name, *arrays):
-        if name[0] == "call" and engine._readings.scored and not engine._readings:
-            raise RuntimeError("the device is on fire")
-        return run(name, *arrays)
-
-    requests = [Request(TEXT[:20], 100, ()), asking(TEXT[:25], 0)]
-
-    def ask_more():
-        monkeypatch.setattr(engine.shelf, "run", broken)
-        engine.submit(requests[1], found[1])
-
-    found = [Listener(ask_more), Listener()]
-    engine.submit(requests[0], found[0])
-    for listener in found:
-        listener.wait()
-    assert split(found) == ([0], [1])
-    assert_as_one_pass(requests[1], found[1])
-
-
-@pytest.mark.parametrize("what", ["score", "first"])
-def test_a_chunk_that_fails_ends_its_own_request(engine, what, monkeypatch):
-    failing(engine, monkeypatch, what, [1])
+def test_a_chunk_that_fails_ends_its_own_request(engine, monkeypatch):
+    failing(engine, monkeypatch, "score", [1])
     requests = [asking(TEXT[:20], 1), asking(TEXT[:25], 1), asking(TEXT[:30], 0)]
-    lost, fine = split(found := answers(engine, requests))
-    assert lost == [1]
-    for index in fine:
-        assert_as_one_pass(requests[index], found[index])
-
-
-def test_what_the_device_cannot_tell_ends_its_own_request(engine, monkeypatch):
-    """An error of the device shows when its arrays are read."""
-    get = jax.device_get
-
-    def broken(found):
-        if hasattr(found, "begin_B") and get(found.begin_B) == [CHUNK + 1]:
-            raise RuntimeError("the device is on fire")
-        return get(found)
-
-    monkeypatch.setattr(jax, "device_get", broken)
-    requests = [asking(TEXT[:20], 0), asking(TEXT, 0), asking(TEXT[:25], 3)]
     lost, fine = split(found := answers(engine, requests))
     assert lost == [1]
     for index in fine:

@@ -1,4 +1,4 @@
-"""What an engine does at the moment and what it has done, in figures for people and metrics."""
+"""Counters of an engine, and a snapshot of them for metrics."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any, NamedTuple
 from moa_jax.config import DraftShape
 
 
-class Load(NamedTuple):
-    """What an engine does at the moment, and what it has done since it began."""
+class EngineStats(NamedTuple):
+    """A snapshot of an engine; counts begin with the engine."""
 
-    running: int  # requests that are read or decoded
+    running: int  # requests with a slot
     waiting: int
-    slots: int
-    rows_used: float  # share of the rows that all slots may have, by those who are running
-    kept_bytes: int  # of texts for prompts that begin alike; whoever needs it gets their room
+    slots: int  # requests that run at once at most
+    cache_usage: float  # running requests' share of the cache rows of `slots` slots
+    kept_bytes: int  # of free slots that hold tokens
     prompt_tokens: int
     generated_tokens: int
-    drafts: int  # rounds of a row that drafted
+    drafts: int  # drafted rounds, counted per row
     drafted_tokens: int
     accepted_tokens: int
     accepted_by_position: tuple[int, ...]
-    rounds_by_way: dict[DraftShape, int]  # of whole batches
+    rounds_by_shape: dict[DraftShape, int]  # counted per batch
     prefix_lookups: int
-    prefix_lookup_tokens: int  # of prompts that were looked up
+    prefix_lookup_tokens: int  # prompt tokens of all lookups
     prefix_hits: int
-    prefix_tokens: int  # that were not read again
-    finished: dict[str, int]  # requests by how they ended
-    failures: int  # of passes
-    compiled: int  # programs
+    prefix_tokens: int  # prompt tokens that were reused
+    finished: dict[str, int]  # requests by finish reason
+    failures: int  # steps that failed, and requests with NaN
+    programs: int  # compiled
 
 
 COUNTED = (
@@ -46,18 +46,18 @@ COUNTED = (
 )
 
 
-class Totals:
-    """What has been done; the engine's thread counts, and any thread may read it."""
+class Counters:
+    """Counts of the engine's thread; any thread may read them."""
 
     def __init__(self, most_drafts: int) -> None:
-        """`most_drafts` is how many drafted tokens of a row a round may accept."""
+        """`most_drafts` is the largest number of drafts that a round of a row may accept."""
         self.counts = Counter[str]()
         self.finished = Counter[str]()
         self.rounds = Counter[DraftShape]()
         self._accepted = [0] * most_drafts
 
     def count(self, rounds: Iterable[tuple[int, int]]) -> None:
-        """Counts rounds of a row, by how many tokens were committed and drafted."""
+        """Counts rounds of a row; each has the numbers of committed and of drafted tokens."""
         for committed, drafted in rounds:
             if drafted:
                 self.counts["drafts"] += 1
@@ -65,12 +65,12 @@ class Totals:
                 for position in range(committed - 1):
                     self._accepted[position] += 1
 
-    def load(self, **now: Any) -> Load:
-        """All of it, with what is so just now."""
-        return Load(
+    def snapshot(self, **now: Any) -> EngineStats:
+        """All counts, and `now`, the present gauges."""
+        return EngineStats(
             accepted_tokens=sum(self._accepted),
             accepted_by_position=tuple(self._accepted),
-            rounds_by_way=dict(self.rounds),
+            rounds_by_shape=dict(self.rounds),
             finished=dict(self.finished),
             **{name: self.counts[name] for name in COUNTED},
             **now,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moa_jax.decode.engine import Engine
-from tests.decode.engines import close_all
+from moa_jax.engine import Engine
+from tests.engine.engines import close_all
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,9 +27,3 @@ def started():
     yield start
     for engine in engines:
         engine.close()
-
-
-@pytest.fixture
-def small_steps(monkeypatch):
-    """Caches of 128 and 256 rows."""
-    monkeypatch.setattr("moa_jax.decode.engine.shelf.LEAST_ROWS", 128)

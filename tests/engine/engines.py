@@ -14,7 +14,7 @@ import numpy as np
 
 from moa_jax import Session
 from moa_jax.config import DraftShape, Sampling
-from moa_jax.decode.engine import Engine, News, Request
+from moa_jax.engine import Engine, Request, RequestOutput
 from tests.decode.test_chunks import drafter, target
 
 NO_STOP: tuple[int, ...] = ()
@@ -31,28 +31,28 @@ LAWS = (
 
 
 class Listener:
-    """Keeps what a request hears, in its order.
+    """Keeps the outputs of a request, in order.
 
-    `at_first` is called with the first news, on the engine's thread: what it orders finds the
-    answer under way, however busy the machine is.
+    `at_first` is called at the first output, on the engine's thread: a command of `at_first` is
+    executed before the answer ends, on a busy machine too.
     """
 
     def __init__(self, at_first: Callable[[], object] = lambda: None) -> None:
-        self.all: list[News] = []
+        self.all: list[RequestOutput] = []
         self._at_first, self._fault = at_first, None
-        self._end: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._end: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
 
-    def __call__(self, news: News) -> None:
-        self.all.append(news)
+    def __call__(self, output: RequestOutput) -> None:
+        self.all.append(output)
         if len(self.all) == 1:
             try:
                 self._at_first()
             except Exception as fault:  # which the engine would only log
                 self._fault = fault
-        if news.finish:
-            self._end.put(news)
+        if output.finish_reason:
+            self._end.put(output)
 
-    def wait(self) -> News:
+    def wait(self) -> RequestOutput:
         end = self._end.get(timeout=WAIT_S)
         if self._fault is not None:
             raise self._fault
@@ -60,10 +60,12 @@ class Listener:
 
     @property
     def token_ids(self) -> list[int]:
-        return [token for news in self.all for token in news.token_ids]
+        return [token for output in self.all for token in output.token_ids]
 
     def assert_one_end(self) -> None:
-        assert [bool(news.finish) for news in self.all] == [False] * (len(self.all) - 1) + [True]
+        assert [bool(output.finish_reason) for output in self.all] == [False] * (
+            len(self.all) - 1
+        ) + [True]
 
 
 @functools.cache
@@ -94,7 +96,7 @@ def engine_of(name: str | None, shape: DraftShape | None = CHAIN, **rest) -> Eng
     settings = dict(num_slots=4, max_tokens=200, chunk=32) | rest
     found = Engine(target(), name and drafter(name), shape if name else None, **settings)
     found.prepare()
-    found._make_ahead = lambda: None  # most of a test is compiling
+    found._while_idle = lambda: None  # most of a test is compiling
     return found
 
 
@@ -128,12 +130,18 @@ def at_once(engine: Engine) -> Iterator[None]:
 
     Else on a busy machine one request may end before the next one comes.
     """
-    are_sent = threading.Event()
-    engine._orders.put(are_sent.wait)
+    are_sent, execute = threading.Event(), engine._execute
+
+    def held(command):
+        are_sent.wait()
+        execute(command)
+
+    engine._execute = held
     try:
         yield
     finally:
         are_sent.set()
+        engine._execute = execute
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[Listener]:
@@ -148,7 +156,7 @@ def answers(engine: Engine, requests: list[Request]) -> list[Listener]:
 
 
 def settle(engine: Engine, requests: list[Request]) -> None:
-    """Asks again and again, until nothing more is made for such requests."""
+    """Repeats requests until the engine compiles no more programs for them."""
     known, before = engine.session.background._known, -1
     while len(known) > before:
         engine.session.background.wait()
@@ -159,24 +167,24 @@ def settle(engine: Engine, requests: list[Request]) -> None:
 def assert_as_alone(requests: list[Request], listeners: list[Listener]) -> None:
     for request, listener in zip(requests, listeners, strict=True):
         listener.assert_one_end()
-        assert (listener.token_ids, listener.all[-1].finish) == alone(request)
+        assert (listener.token_ids, listener.all[-1].finish_reason) == alone(request)
 
 
 def failing(engine: Engine, monkeypatch, what: str, times: list[int]) -> None:
     """Programs of this name fail at these runs, counted from 0."""
-    run, count = engine.shelf.run, itertools.count()
+    run, count = engine.programs.run, itertools.count()
 
     def broken(name, *arrays):
         if name[0] == what and next(count) in times:
             raise RuntimeError("the device is on fire")
         return run(name, *arrays)
 
-    monkeypatch.setattr(engine.shelf, "run", broken)
+    monkeypatch.setattr(engine.programs, "run", broken)
 
 
 def split(found: list[Listener]) -> tuple[list[int], list[int]]:
     """Which requests ended with an error, and which did not."""
-    lost = [index for index, each in enumerate(found) if each.all[-1].finish == "error"]
+    lost = [index for index, each in enumerate(found) if each.all[-1].finish_reason == "error"]
     for index in lost:
         assert "on fire" in found[index].all[-1].error
         found[index].assert_one_end()

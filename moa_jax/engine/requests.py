@@ -1,0 +1,120 @@
+"""Requests of an engine, their output, and their lifecycle.
+
+             a slot is free            the prompt is prefilled           stop or limit
+WAITING ------------------> PREFILL ------------------------> DECODE ----------------> FINISHED
+   |                           |                                 |                        ^
+   '---------------------------'---------------------------------'------------------------'
+             cancelled, failed, or at most one token, which prefill returns
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from moa_jax.config import Sampling
+from moa_jax.decode.logprobs import TokenLogprob
+from moa_jax.decode.session import GREEDY
+from moa_jax.engine.device_ops import RowSettings
+from moa_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt, and how its answer is generated."""
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]  # the answer includes its stop token, as in `Session`
+    sampling: Sampling = GREEDY  # `seed` is that of this request
+    top_logprobs: int | None = None  # None: no log-probabilities; 0: only of the chosen tokens
+    prompt_logprobs: bool = False  # also those of the prompt; `max_new_tokens` may then be 0
+
+
+class RequestOutput(NamedTuple):
+    """New output of a request; the last one has a `finish_reason`."""
+
+    token_ids: list[int]  # newly committed, in order
+    logprobs: Sequence[TokenLogprob] = ()  # per token, if requested
+    finish_reason: str = ""  # "", "stop", "length", "cancelled" or "error"
+    error: str = ""  # one line, if `finish_reason` is "error"
+    # Of the prompt's next tokens, if requested; None for the prompt's first token.
+    prompt_logprobs: Sequence[TokenLogprob | None] = ()
+
+
+OnOutput = Callable[[RequestOutput], None]
+CANCELLED = RequestOutput([], finish_reason="cancelled")
+
+
+def failed(error: Exception) -> RequestOutput:
+    """The last output of a request that fails with an exception."""
+    name = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+    line = f"the engine failed at this request: {name}{error}".splitlines()[0]
+    return RequestOutput([], finish_reason="error", error=line)
+
+
+class RequestHandle(NamedTuple):
+    """A submitted request, for `Engine.cancel`."""
+
+    id: int
+
+
+class QueueFull(InputError):
+    """The queue of waiting requests is full."""
+
+
+class EngineClosed(InputError):
+    """The engine accepts no more requests."""
+
+
+class Phase(enum.Enum):
+    """The phases of a request."""
+
+    WAITING = enum.auto()  # in the queue
+    PREFILL = enum.auto()  # has a slot; the prompt is prefilled in chunks
+    DECODE = enum.auto()  # the prompt is prefilled; decode calls include the request
+    FINISHED = enum.auto()  # its last output is sent
+
+
+@dataclasses.dataclass(eq=False)
+class RequestState:
+    """An unfinished request; only the engine's thread changes it."""
+
+    id: int
+    request: Request
+    on_output: OnOutput
+    settings: RowSettings
+    sampled: bool  # not plain argmax: needs a SAMPLED program
+    phase: Phase = Phase.WAITING
+    slot: int = -1
+    answer: list[int] = dataclasses.field(default_factory=list)  # tokens that the host has read
+    num_computed: int = 0  # tokens of the prompt in the slot, calls in flight included
+    num_unread: int = 0  # tokens that a lagging drafter has not processed
+    num_scored: int = 0  # tokens of the prompt whose log-probabilities are sent
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities."""
+        return self.request.top_logprobs is not None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether decode calls follow prefill, which returns the first token."""
+        return self.request.max_new_tokens > 1
+
+    @property
+    def num_left(self) -> int:
+        """Tokens until the limit, those of calls in flight included."""
+        return self.request.max_new_tokens - len(self.answer)
+
+    def known_tokens(self) -> list[int]:
+        """The tokens whose keys and values the slot has; the newest token is not among them."""
+        tokens = list(self.request.prompt_ids[: self.num_computed])
+        return tokens + self.answer[:-1] if self.num_computed == self.prompt_length else tokens
