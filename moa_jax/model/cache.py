@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from moa_jax.config import BlockConfig
@@ -61,7 +62,7 @@ def parts_of(cache: KV | SlotKV) -> tuple[KV, Array]:
     """The arrays of a cache, and the row of each sequence (B,)."""
     if isinstance(cache, SlotKV):
         return cache
-    return cache, jnp.arange(cache.k_BKSE.shape[0], dtype=jnp.int32)
+    return cache, jnp.asarray(np.arange(cache.k_BKSE.shape[0], dtype=np.int32))  # a constant
 
 
 def with_arrays(cache: AnyKV, kv: KV) -> AnyKV:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -27,10 +29,12 @@ from infer.bench.plan.lowering import (
     products,
 )
 from infer.bench.plan.machines import devices, machine
-from moa_jax.config import DraftShape
+from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode.limits import CacheLimits
 from moa_jax.decode.state import StaticConfig
 from moa_jax.drafters import DRAFTERS
+from moa_jax.engine import device_ops
+from moa_jax.engine.device_ops import joined, row_settings
 from moa_jax.model import llama, masks
 from tests.aot.compiling import in_child, needs
 
@@ -223,15 +227,30 @@ def stacked_program(num_layers: int = 2) -> tuple[HloModule, Any]:
     return compile_for(devices(H200)[0], decode, params, *integers), params
 
 
+def engine_program(setup: StaticConfig, rows: int, batch: int) -> tuple[HloModule, Any]:
+    """A decode call of an engine with six slots, all of which lag."""
+    setup, weights = setup._replace(catches_up=setup.drafter is not None), abstract_weights(setup)
+    state = jax.eval_shape(functools.partial(device_ops.empty, setup, slots=6, rows=rows), weights)
+    settings = row_settings(Sampling(), 0, 0, (), setup.target.vocab_size)
+    arrays = (np.zeros(batch, np.int32), np.zeros(batch, bool), joined([settings] * batch, False))
+    decode = functools.partial(device_ops.decode, setup)
+    given = (weights, state, *arrays, np.int32(0))
+    how = {"donate": (1,), "drafts": setup.shape.num_drafted > 0}
+    return compile_for(devices(H200)[0], decode, *given, **how), weights
+
+
 def report(kind: str, num_nodes: int = 1, cache_rows: int = 0) -> dict[str, Any]:
     """What the loop of a compiled program moves and holds.
 
-    A kind is `pair`, `bundled`, `batch` (of 32 rows), `prefill` or `stacked`.
+    A kind is `pair`, `bundled`, `batch` (of 32 rows), `prefill`, `stacked`, `slot` or `slots` (one
+    row or four of six slots of an engine).
     """
     num_layers = 2 if kind == "prefill" else LAYERS
     setup = bundled_pair(num_nodes) if kind == "bundled" else pair_of(num_nodes, num_layers)
     if kind == "stacked":
         program, weights = stacked_program()
+    elif kind in ("slot", "slots"):
+        program, weights = engine_program(setup, cache_rows, 1 if kind == "slot" else 4)
     else:
         weights, (device,) = abstract_weights(setup), devices(H200)
         compile = compile_prefill if kind == "prefill" else compile_decode
@@ -284,6 +303,23 @@ def test_decoding_moves_no_weight_and_no_cache(num_nodes):
     passes = {1: 0, 8: 7, 63: 6}[num_nodes]
     drafted = facts["read"].get("draft", 0)
     assert 0.99 * 2 * passes * level <= drafted < 1.03 * 2 * passes * level + 1
+
+
+@pytest.mark.slow
+@needs["cuda"]
+@pytest.mark.parametrize("kind", ["slot", "slots"])
+@pytest.mark.parametrize("num_nodes", DRAFTS, ids=["plain", "chain", "tree"])
+def test_an_engine_decodes_in_its_slots(num_nodes, kind):
+    """No cache of a slot is moved into the batch or back, and a round launches no more kernels.
+
+    What lags are streams of the rows in the batch, which are gathered once per call.
+    """
+    rows = 512
+    facts = in_child(report, kind, num_nodes, rows)
+    cache = 2 * 8 * 128 * rows
+    assert [move for move in facts["moves"] if move.bytes >= cache] == []
+    assert facts["temp"] < 0.1 * facts["weights"]
+    assert facts["launches"] <= LAUNCHES[num_nodes] + 10
 
 
 @pytest.mark.slow
