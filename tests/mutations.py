@@ -231,8 +231,8 @@ OF_THE_ENGINE = [
     Mutation(
         "A cancelled request keeps its slot.",
         f"{ENGINE}/engine.py",
-        "        self._remove(state)\n        self._totals.finished",
-        "        output == CANCELLED or self._remove(state)\n        self._totals.finished",
+        "finish(state)\n        self._totals.finished",
+        "finish(state) if output != CANCELLED else 0\n        self._totals.finished",
         f"{TEST_ENGINE}/test_ends.py::test_a_request_may_be_cancelled_at_any_time",
     ),
     Mutation(
@@ -296,7 +296,7 @@ OF_THE_ENGINE = [
         f"{ENGINE}/engine.py",
         "self._batch.catch_up(state)",
         "pass",
-        f"{TEST_ENGINE}/test_engine.py -k 'test_drafts_are_as_good and eagle3'",
+        f"{TEST_ENGINE}/test_engine.py -k 'test_drafts_are_as_good and moa-2'",
     ),
     Mutation(
         "A round that a stop or the limit truncates counts as rejection.",
@@ -352,7 +352,7 @@ OF_THE_ENGINE = [
         f"{ENGINE}/device_ops.py",
         "known = jnp.minimum(lag.draft_len_B[target], length)",
         "known = length",
-        f"{TEST_ENGINE}/test_engine.py -k 'test_a_copied_prefix and eagle3'",
+        f"{TEST_ENGINE}/test_engine.py -k 'test_a_copied_prefix and moa-2'",
     ),
     Mutation(
         "A batch is decoded with the settings that the plainest request needs.",

@@ -30,7 +30,6 @@ from moa_jax.decode import logprobs, sampling
 from moa_jax.decode.logprobs import LogProbs
 from moa_jax.decode.sampling import BatchSampling
 from moa_jax.decode.state import (
-    NEVER,
     DecodeState,
     DraftLag,
     RoundState,
@@ -423,23 +422,19 @@ def sync_drafter(
     round_state: RoundState,
     text_BC: Array,
     sizes: Sequence[int] = (CATCH_UP,),
-    most_turns: Array = NEVER,
 ) -> RoundState:
     """Runs the drafter over the verified tokens of running rows that its cache lacks, in turns.
 
     A turn of a larger size processes `size` tokens of each row while a row lacks at least `size`
-    tokens; turns of the last size process the rest. At most `most_turns` turns have the last size,
-    and the turns of each larger size process at most the same number of tokens, rounded up to
-    whole turns.
+    tokens; turns of the last size process the rest.
 
     Caches need the last size's number of rows after the root, because a turn always writes all its
     rows. Larger sizes are only for a batch of one row.
     """
     *larger, least = sizes
     for size in larger:
-        most = -(-most_turns // (size // least))  # >= 1, since programs are prepared with 1 turn
-        round_state = _read_in_turns(setup, weights, round_state, text_BC, size, size, most)
-    return _read_in_turns(setup, weights, round_state, text_BC, least, 1, most_turns)
+        round_state = _read_in_turns(setup, weights, round_state, text_BC, size, size)
+    return _read_in_turns(setup, weights, round_state, text_BC, least, 1)
 
 
 def _read_in_turns(
@@ -449,7 +444,6 @@ def _read_in_turns(
     text_BC: Array,
     size: int,
     enough: int,
-    most_turns: Array,
 ) -> RoundState:
     """Runs turns of a size while a row has `enough` tokens that the drafter's cache lacks."""
     cut = jax.vmap(lambda text_C, start: lax.dynamic_slice(text_C, (start,), (size,)))
@@ -458,7 +452,7 @@ def _read_in_turns(
         turn, known_B, _ = carry
         is_late = jnp.any(~round_state.done_B & (round_state.length_B - known_B >= enough))
         is_blank = jnp.all(round_state.length_B == 0)  # the state on which programs are prepared
-        return (turn < most_turns) & (is_late | is_blank & (turn == 0))
+        return is_late | is_blank & (turn == 0)
 
     def read(carry: tuple[Array, Array, Cache]) -> tuple[Array, Array, Cache]:
         turn, known_B, draft_cache = carry

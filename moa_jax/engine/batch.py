@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from moa_jax.config import DraftShape
-from moa_jax.decode import logprobs, step
+from moa_jax.decode import logprobs
 from moa_jax.decode.logprobs import LogProbs, TokenLogprob
 from moa_jax.engine import device_ops
 from moa_jax.engine.device_ops import MOST_ROUNDS, DecodeReport, PrefillReport, SlotState
@@ -110,10 +110,9 @@ class DecodeBatch:
 
     def catch_up(self, state: RequestState) -> None:
         """Sends the drafter's pass over the tokens of a sequence that it has not processed."""
-        turns = -(-max(state.num_unread, 1) // step.CATCH_UP)
         slot_1 = np.array([state.slot], np.int32)
-        self._state = self.programs.run(("catch_up",), self._state, slot_1, np.int32(turns))
-        state.num_unread = 0
+        self._state = self.programs.run(("catch_up",), self._state, slot_1)
+        state.lags, state.num_plain = False, 0
 
     # ---- answers ----
 
@@ -170,9 +169,8 @@ class DecodeBatch:
             self.copy(slot, slot, size)
             jax.block_until_ready(self._state)
             begin = time.perf_counter()
-            turns = np.int32(-(-size // step.CATCH_UP))
             slot_1 = np.array([slot], np.int32)
-            self._state = self.programs.run(("catch_up",), self._state, slot_1, turns)
+            self._state = self.programs.run(("catch_up",), self._state, slot_1)
             jax.block_until_ready(self._state)
         return (time.perf_counter() - begin) / size
 

@@ -257,14 +257,13 @@ def catch_up(
     weights: Weights,
     state: SlotState,
     slot_1: Array,
-    most_turns: Array,
     *,
     sizes: Sequence[int],
 ) -> SlotState:
     """Runs the drafter over tokens that it has not processed, see `step.sync_drafter`."""
     batch = _batch_of(state, slot_1)
     now = batch.round._replace(done_B=jnp.zeros_like(batch.round.done_B))
-    now = step.sync_drafter(setup, weights, now, batch.tokens_BC, sizes, most_turns)
+    now = step.sync_drafter(setup, weights, now, batch.tokens_BC, sizes)
     return _placed(
         state, SlotState(now._replace(done_B=batch.round.done_B), batch.tokens_BC), slot_1
     )

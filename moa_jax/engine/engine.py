@@ -77,6 +77,8 @@ from moa_jax.speculation.cost_table import CostTable
 MAX_FAILURES = 3  # consecutive failed steps after which the engine is unhealthy
 LOWER_MEMORY = "lower --slots, --max-tokens or --prefix-bytes"
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+# Without a command, before costs are measured: a client that asks again at once does not wait.
+QUIET_S = 0.25
 
 
 class Submit(NamedTuple):
@@ -165,21 +167,21 @@ class Engine:
         splits = self.session.mesh is not None and self.session.mesh.shape["data"] > 1
         num_kept = num_slots // 2 if prefix_bytes is None else prefix_bytes // one
         num_kept = 0 if splits else num_kept  # such a mesh decodes all slots in each round
-        self.memory = memory_plan(self.session, num_slots * one, num_kept * one, num_slots)
         self.programs = make(self.session, num_slots + num_kept, num_rows, num_slots)
+        self.memory = memory_plan(self.session, self.programs, one, num_slots)
         self._slot_bytes = one
         self._batch = DecodeBatch(self.programs)
         self._slots = SlotTable(num_slots + num_kept, reuses=prefix_bytes != 0)
         self._scheduler = Scheduler(self._slots, num_slots, self.programs.chunks[-1])
-        self._pacing = Pacing(self.session.controller, costs, self.programs)
+        self._pacing = Pacing(self.session.controller, self.session.costs, self.programs)
         self._on_calibrated = on_calibrated
         self._totals = Counters(max(shape.levels for shape in self.session.ways) - 1)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         wake = lambda: self._commands.put(Wake())
         self._compiler = CompileQueue(self.programs, self.session.background, wake)
         self._ids = itertools.count()
-        self._lock = threading.Lock()  # guards `_num_waiting` and `_closed`
-        self._num_waiting, self._closed = 0, False
+        self._lock, self._preparing = threading.Lock(), threading.Lock()
+        self._closed = False
         self._states: dict[int, RequestState] = {}  # unfinished requests, by id
         self._in_flight = InFlightStep()
         self._read_at = 0.0  # when a decode call was last read
@@ -204,10 +206,7 @@ class Engine:
                 raise EngineClosed("the server is stopping: ask another one, or later")
             room = self.max_waiting + self.num_slots - len(self._states)
             if room <= others:
-                raise QueueFull(
-                    f"{self._num_waiting} requests are waiting already: try again later"
-                )
-            self._num_waiting += 1
+                raise QueueFull(f"{self._num_waiting} requests are waiting: try again later")
             state = RequestState(next(self._ids), request, on_output, settings, sampled)
             self._states[state.id] = state
             self._commands.put(Submit(state))
@@ -219,13 +218,14 @@ class Engine:
 
     def prepare(self) -> None:
         """Compiles the first programs, allocates the state, and measures missing costs."""
-        if self._thread is not None or not self._batch.is_lost():
-            return
-        for name in self.programs.first():
-            self.programs.compile(name)
-        self._batch.reset()
-        self._warm_up()
-        self._calibrate()
+        with self._preparing:
+            if self._thread is not None or not self._batch.is_lost():
+                return
+            for name in self.programs.first():
+                self.programs.compile(name)
+            self._batch.reset()
+            self._warm_up()
+            self._calibrate()
 
     def start(self) -> None:
         """Calls `prepare` and starts the engine's thread, unless the thread was started before."""
@@ -269,6 +269,10 @@ class Engine:
         """False without the engine's thread, and after MAX_FAILURES consecutive failed steps."""
         runs = self._thread is not None and self._thread.is_alive()
         return runs and self._failures_in_a_row < MAX_FAILURES
+
+    @property
+    def _num_waiting(self) -> int:
+        return max(0, len(self._states) - len(self._scheduler.running))
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""
@@ -317,8 +321,12 @@ class Engine:
         """Executes all commands; waits for one if no request is unfinished."""
         is_idle = not (self._scheduler.running or self._scheduler.waiting or self._in_flight.decode)
         if is_idle and self._ends_at == math.inf and self._commands.empty():
-            self._while_idle()
-            self._execute(self._commands.get())
+            self._compiler.compile_next(() if self._closed else self.programs.later())
+            try:
+                self._execute(self._commands.get(timeout=QUIET_S))
+            except queue.Empty:
+                self._while_idle()
+                self._execute(self._commands.get())
         while not self._commands.empty():
             self._execute(self._commands.get())
         if self._ends_at < math.inf and (not self._states or time.monotonic() >= self._ends_at):
@@ -335,7 +343,7 @@ class Engine:
                 if state := self._states.get(id):
                     self._finish(state, CANCELLED)
             case Remove(state):
-                self._remove(state)
+                self._scheduler.finish(state)
             case Close(at):
                 self._ends_at = min(self._ends_at, at)
 
@@ -343,18 +351,9 @@ class Engine:
         """Sends the last output of a request and frees its slot, in any phase."""
         if self._states.pop(state.id, None) is None:
             return
-        self._remove(state)
+        self._scheduler.finish(state)
         self._totals.finished[output.finish_reason] += 1
         self._send(state, output)
-
-    def _remove(self, state: RequestState) -> None:
-        if state.phase is Phase.WAITING:
-            self._leave_queue()
-        self._scheduler.finish(state)
-
-    def _leave_queue(self) -> None:
-        with self._lock:
-            self._num_waiting -= 1
 
     def _send(self, state: RequestState, output: RequestOutput) -> None:
         self._totals.counts["generated_tokens"] += len(output.token_ids)
@@ -374,7 +373,8 @@ class Engine:
             self._batch.reset()
         before, self._in_flight = self._in_flight, InFlightStep()
         for chunk in self._scheduler.next_prefill():
-            self._prefill(chunk)
+            if not self._prefill(chunk):
+                break
         if states := self._scheduler.decoding():
             self._decode(states)
         if before.decode is not None:
@@ -389,25 +389,22 @@ class Engine:
         for chunk, report in chunks[:num_read]:
             self._read_prefill(chunk, report)
 
-    def _prefill(self, chunk: PrefillChunk) -> None:
-        """Sends a chunk of a prompt."""
+    def _prefill(self, chunk: PrefillChunk) -> bool:
+        """Sends a chunk of a prompt; returns whether that worked."""
         state = chunk.state
         if chunk.is_first:
-            self._leave_queue()
             self._count_prefix(chunk)
-            state.num_unread = chunk.start * self.session.catches_up
-        if state.phase is Phase.FINISHED:  # an earlier chunk of this step failed
-            return
         try:
             if chunk.copy_from is not None:
                 self._batch.copy(chunk.copy_from, state.slot, chunk.start)
             self._in_flight.prefills.append((chunk, self._batch.prefill(chunk)))
         except Exception as error:
             self._fail(error, [state])
-            return
-        state.num_unread += (chunk.end - chunk.start) * self.session.catches_up
+            return False
+        state.lags = self.session.catches_up
         if chunk.is_last:
             self._totals.counts["prompt_tokens"] += state.prompt_length
+        return True
 
     def _decode(self, states: Sequence[RequestState]) -> None:
         """Sends a decode call for all requests in phase DECODE."""
@@ -420,16 +417,18 @@ class Engine:
             choice = choice.until(min(state.num_left for state in states))
         in_batch = {state.slot for state in states}
         spare = [slot for slot in range(len(self._slots)) if slot not in in_batch]
+        late = [state for state in states if state.lags] if choice.shape.num_drafted else []
         try:
-            if choice.shape.num_drafted and self.session.catches_up:
-                for state in states:
-                    if state.num_unread:
-                        self._batch.catch_up(state)
+            for state in late:
+                self._batch.catch_up(state)
             call = self._batch.decode(choice.name, states, choice.rounds, spare, choice.costs)
-        except Exception as error:
-            self._fail(error, list(states))
+        except Exception as error:  # the reports of earlier calls may be lost, too
+            self._fail(error, list(states), state_is_lost=True)
             return
-        call.is_clean = not self._in_flight.prefills and not self._compiler.is_busy
+        if self.session.catches_up and not choice.shape.num_drafted:
+            for state in states:
+                state.lags, state.num_plain = True, state.num_plain + choice.rounds
+        call.is_clean = not (self._in_flight.prefills or late or self._compiler.is_busy)
         self._in_flight.decode = call
 
     def _read_decode(self, call: DecodeCall) -> None:
@@ -448,8 +447,6 @@ class Engine:
             state = each.state
             if state.phase is Phase.FINISHED:
                 continue
-            if self.session.catches_up and not call.shape.num_drafted:
-                state.num_unread += len(each.token_ids)
             self._receive(state, RequestOutput(each.token_ids, each.logprobs), each.is_done)
 
     def _read_prefill(self, chunk: PrefillChunk, report: PrefillReport) -> None:
@@ -471,6 +468,8 @@ class Engine:
 
     def _receive(self, state: RequestState, output: RequestOutput, is_done: bool) -> None:
         """Sends new tokens; the last output has the finish reason."""
+        if state.id not in self._states:  # `abandon` has ended it
+            return
         length = state.prompt_length + len(state.answer)
         state.answer += output.token_ids
         if NO_TOKEN in output.token_ids:
@@ -484,6 +483,8 @@ class Engine:
     def _score(self, chunk: PrefillChunk, found: LogProbs) -> bool:
         """Sends log-probabilities of the prompt's next tokens; False if the request has ended."""
         state, length = chunk.state, chunk.state.prompt_length
+        if state.id not in self._states:
+            return False
         begin = chunk.begin(found.own_BC.shape[1], self.programs.num_rows)
         new = slice(max(state.num_scored, 1) - 1 - begin, min(chunk.end, length - 1) - begin)
         if not (is_finite := np.isfinite(found.own_BC[0, new])).all():
@@ -512,11 +513,7 @@ class Engine:
         self, error: Exception, lost: list[RequestState], state_is_lost: bool = False
     ) -> None:
         """Ends the requests of a failed step, and all running requests if the state is lost."""
-        if OUT_OF_MEMORY in str(error):
-            line = "the device is out of memory; %s: %s"
-            logging.getLogger(__name__).error(line, LOWER_MEMORY, first_line(error))
-        else:
-            logging.getLogger(__name__).error("a step failed", exc_info=error)
+        self._log(error)
         self._failures_in_a_row += 1
         self._totals.counts["failures"] += 1
         if state_is_lost or self._batch.is_lost():
@@ -525,6 +522,13 @@ class Engine:
         for state in lost:
             self._finish(state, failed(error))
         self._slots.clear()  # a cached prefix may be the cause
+
+    def _log(self, error: Exception) -> None:
+        if OUT_OF_MEMORY in str(error):
+            line = "the device is out of memory; %s: %s"
+            logging.getLogger(__name__).error(line, LOWER_MEMORY, first_line(error))
+        else:
+            logging.getLogger(__name__).error("a step failed", exc_info=error)
 
     def _fail_of_nan(self, state: RequestState, length: int) -> None:
         """Fails a request whose logits after `length` tokens are not finite."""
@@ -537,15 +541,16 @@ class Engine:
     # ---- idle ----
 
     def _while_idle(self) -> None:
-        """Starts the next compilation, and measures missing costs."""
-        if self._closed:
+        """Warms up new programs and measures missing costs, unless a compiler runs."""
+        if self._closed or self._compiler.is_busy:
             return
-        self._compiler.compile_next(self.programs.later())
         try:
+            if self._batch.is_lost():
+                self._batch.reset()
             self._warm_up()
             self._calibrate()
-        except Exception as error:
-            self._fail(error, [])
+        except Exception as error:  # no request fails, so the engine is as healthy as before
+            self._log(error)
 
     def _warm_up(self) -> None:
         """Runs compiled programs that have not run, until a command arrives."""
@@ -578,7 +583,7 @@ class Engine:
             try:
                 calibrate(self._pacing.costs, cells, seconds_of_a_round)
             except Interrupted:
-                return
+                break
             except Exception:
                 self._unmeasurable.add(name)
                 raise
@@ -594,19 +599,20 @@ class MemoryPlan(NamedTuple):
 
     weights: int
     slots: int
-    kept_texts: int
+    prefix_cache: int  # slots beside those that are decoded
     scratch: int  # logits of one round, and arrays of the same size
 
 
-def memory_plan(session: Session, slots: int, kept_texts: int, num_slots: int) -> MemoryPlan:
-    """Adds up the memory of an engine; raises InputError if it does not fit."""
-    nodes = max(shape.num_rows for shape in session.ways)
-    logits = 4 * session.target.config.vocab_size * num_slots * nodes
-    # Logits, perturbed logits and noise exist at the same time.
-    plan = MemoryPlan(memory.num_bytes_of(session.weights), slots, kept_texts, 3 * logits)
+def memory_plan(
+    session: Session, programs: ProgramCache, slot_bytes: int, num_slots: int
+) -> MemoryPlan:
+    """Adds up the memory of an engine; raises InputError if the device has less."""
+    kept = programs.state_bytes - num_slots * slot_bytes
+    weights = memory.num_bytes_of(session.weights)
+    plan = MemoryPlan(weights, num_slots * slot_bytes, kept, programs.scratch_bytes)
     memory.check_memory(
-        sum(plan[1:]),  # the weights are loaded already
-        f"{num_slots} slots, kept texts and scratch beside weights of {plan.weights / GIB:.3g} GiB",
+        sum(plan[1:]),  # weights are loaded
+        f"{num_slots} slots, prefix cache and scratch beside weights of {weights / GIB:.3g} GiB",
         LOWER_MEMORY,
         session.mesh.size if session.mesh else 1,
     )

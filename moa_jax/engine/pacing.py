@@ -11,8 +11,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from moa_jax.config import DraftShape
 from moa_jax.engine.batch import DecodeCall, RowOutput
 from moa_jax.engine.device_ops import MOST_ROUNDS
@@ -57,43 +55,43 @@ class Pacing:
 
     def choose(self, states: Sequence[RequestState], kind: int, hurries: bool) -> Choice:
         """The next call for these requests; with `hurries` a short one, beside prefill."""
-        batch = self._programs.bucket(len(states))
-        length = longest(states)
-        shape, rounds, costs = self._programs.own_shape(batch), MOST_ROUNDS, {}
-        fastest = shape
-        if self._controller is not None and kind != LOGPROBS:
-            served = {}
-            for each in self._programs.shapes(batch):
-                if name := self._programs.decode_name(len(states), each, kind):
-                    served[each] = self.costs.ms(name[1], each, length)
-            costs = {each: ms for each, ms in served.items() if ms}
-            if costs:
+        programs, count = self._programs, len(states)
+        batch, length = programs.bucket(count), longest(states)
+        shape, rounds, costs = programs.own_shape(batch), MOST_ROUNDS, {}
+        wanted = [shape]
+        if kind == LOGPROBS:  # few ask for these: plain rounds, of one row or of all slots
+            shape, wanted = programs.plainest, [programs.plainest] if count == 1 else []
+        elif self._controller is not None:
+            names = {
+                each: programs.decode_name(count, each, kind) for each in programs.shapes(batch)
+            }
+            known = {each: self._ms(name[1], each, length) for each, name in names.items() if name}
+            costs = {each: ms for each, ms in known.items() if ms}
+            if programs.plainest in costs:
                 shape, rounds = self._controller.next(costs, self._lag_ms(states))
-                fastest = self._fastest(batch, length)
-        if kind == LOGPROBS:
-            shape = fastest = self._programs.plainest
-        name = self._programs.decode_name(len(states), shape, kind)
-        wanted = dict.fromkeys(("decode", batch, each, kind) for each in (shape, fastest))
-        missing = [each for each in wanted if not self._programs.has(each)]
-        if name != ("decode", batch, shape, kind):
-            self._log_slow(("decode", batch, shape, kind), name, length)
+                wanted = [shape, self._fastest(batch, length), programs.plainest]
+            else:  # drafts are judged by it
+                costs = {}
+        name = programs.decode_name(count, shape, kind)
+        own = [("decode", batch, each, kind) for each in dict.fromkeys(wanted)]
+        if name[1] > batch:
+            self._log_stand_in(("decode", batch, shape, kind), name, length)
         rounds = min(rounds, ROUNDS_BESIDE_PREFILL if hurries else MOST_ROUNDS)
-        return Choice(name, rounds, costs, missing)
+        return Choice(name, rounds, costs, [each for each in own if not programs.has(each)])
 
     def record(
         self, call: DecodeCall, outputs: Sequence[RowOutput], num_rounds: int, seconds: float
     ) -> None:
         """Records the accepted drafts of a call, and the time of a round if the call was clean."""
-        if self._controller is None or not num_rounds:
+        if not call.costs or not num_rounds:
             return
         accepted = []
         for output in outputs:  # a stop or the limit may truncate the last round of a row
             whole = output.rounds[: len(output.rounds) - output.is_done]
             accepted += [committed - 1 for committed, _ in whole]
-        if call.costs:
-            self._controller.observe(
-                call.costs, call.shape, accepted, num_rounds, batch=len(call.states)
-            )
+        self._controller.observe(
+            call.costs, call.shape, accepted, num_rounds, batch=len(call.states)
+        )
         if call.is_clean:
             ms = 1e3 * seconds / num_rounds
             self.costs.update(call.batch, call.shape, call.length, ms)
@@ -121,7 +119,14 @@ class Pacing:
         return next(filter(self._programs.has, names), None)
 
     def _lag_ms(self, states: Sequence[RequestState]) -> float:
-        return self.catch_up_ms * sum(state.num_unread for state in states)
+        """Of tokens of plain rounds: those of prompts are no loss that drafting could avoid."""
+        return self.catch_up_ms * sum(state.num_plain for state in states)
+
+    def _ms(self, batch: int, shape: DraftShape, length: int) -> float | None:
+        """The cost of a bucket; until it is measured that of a larger one, which is no less."""
+        larger = (each for each in self._programs.buckets if each >= batch)
+        known = (self.costs.ms(each, shape, length) for each in larger)
+        return next(filter(None, known), None)
 
     def _fastest(self, batch: int, length: int) -> DraftShape:
         """The shape with the most expected tokens per millisecond, compiled or not."""
@@ -132,23 +137,15 @@ class Pacing:
                 known[shape] = tokens(shape) / ms
         return max(known, key=known.__getitem__, default=self._programs.own_shape(batch))
 
-    def _log_slow(self, wanted: ProgramName, stand_in: ProgramName, length: int) -> None:
-        """Logs a slow stand-in, once per missing program."""
-        if self._controller is None or wanted in self._slow:
+    def _log_stand_in(self, wanted: ProgramName, stand_in: ProgramName, length: int) -> None:
+        """Logs a larger bucket, unless it is known to be fast, once per missing program."""
+        own, other = (self.costs.ms(name[1], name[2], length) for name in (wanted, stand_in))
+        if wanted in self._slow or (own and other and other <= SLOW_STAND_IN * own):
             return
-        shape = wanted[2]
-        known = {batch: self.costs.ms(batch, shape, length) for batch in self._programs.buckets}
-        known = {batch: ms for batch, ms in known.items() if ms}
-        if stand_in[1] not in known:
-            return
-        expected = np.interp(wanted[1], list(known), list(known.values()))
-        if (ratio := known[stand_in[1]] / expected) > SLOW_STAND_IN:
-            self._slow.add(wanted)
-            logging.getLogger(__name__).warning(
-                "%d requests decode in the program of %d, about %.1f times slower than their own, "
-                "which is not compiled yet",
-                *(wanted[1], stand_in[1], ratio),
-            )
+        self._slow.add(wanted)
+        by = f"about {other / own:.1f} times" if own and other else "perhaps"
+        line = "a batch of %d decodes in the program of %d until its own is compiled, %s slower"
+        logging.getLogger(__name__).warning(line, wanted[1], stand_in[1], by)
 
 
 def longest(states: Sequence[RequestState]) -> int:

@@ -72,7 +72,7 @@ class SlotTable:
         """
         wanted = np.asarray(prompt[:-1] if may_reuse else (), np.int32)
         common = [common_prefix(slot.tokens, wanted) for slot in self._slots]
-        source = max(range(len(common)), key=common.__getitem__)
+        source = max(range(len(common)), key=lambda i: (common[i], not self._slots[i].in_use))
         target, num_cached = self.free()[0], common[source]
         if num_cached < LEAST_REUSED:
             source, num_cached = target, 0

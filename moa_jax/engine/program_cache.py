@@ -27,6 +27,8 @@ from moa_jax.decode.session import Session
 from moa_jax.engine import device_ops
 from moa_jax.engine.device_ops import ChunkInput, RowSettings, SlotState
 from moa_jax.model import sharding
+from moa_jax.model.cache import KV
+from moa_jax.runtime import memory
 
 ProgramName = tuple[Any, ...]
 
@@ -82,7 +84,22 @@ class ProgramCache:
     @property
     def state_bytes(self) -> int:
         """Bytes of the state."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._form()))
+        return memory.num_bytes_of(self._form())
+
+    @property
+    def scratch_bytes(self) -> int:
+        """About the bytes that the largest decode call needs beside the state.
+
+        Logits, the scores that settings make of them, and noise are alive together; arrays that
+        are no key-value caches are gathered into the batch.
+        """
+        nodes = max(
+            batch * max(shape.num_rows for shape in self.shapes(batch)) for batch in self.buckets
+        )
+        parts = jax.tree.leaves(self._form(), is_leaf=lambda part: isinstance(part, KV))
+        gathered = sum(memory.num_bytes_of(part) for part in parts if not isinstance(part, KV))
+        logits = 4 * self.session.target.config.vocab_size * nodes
+        return 3 * logits + gathered * self.buckets[-1] // self.num_slots
 
     # ---- which program ----
 
@@ -116,8 +133,12 @@ class ProgramCache:
             yield ("catch_up",)
         one, every = self.buckets[0], self.buckets[-1]
         yield from dict.fromkeys(
-            ("decode", batch, self.own_shape(batch), rows)
-            for batch, rows in ((every, SAMPLED), (one, GREEDY), (one, SAMPLED))
+            [
+                ("decode", every, self.own_shape(every), SAMPLED),
+                ("decode", one, self.own_shape(one), GREEDY),
+                ("decode", one, self.own_shape(one), SAMPLED),
+                ("decode", one, self.plainest, GREEDY),  # its cost is what drafts are judged by
+            ]
         )
         yield ("score", self.chunks[-1])
         yield ("decode", every, self.plainest, LOGPROBS)
@@ -188,9 +209,8 @@ class ProgramCache:
                 return ProgramSpec(device_ops.copy, (self._form(), number, number, number))
             case ("catch_up",):
                 sizes = tuple(dict.fromkeys((max(self.chunks[-1], step.CATCH_UP), step.CATCH_UP)))
-                return ProgramSpec(
-                    device_ops.catch_up, (self._form(), one, number), static={"sizes": sizes}
-                )
+                like = (self._form(), one)
+                return ProgramSpec(device_ops.catch_up, like, static={"sizes": sizes})
             case ("prefill" | "score" as what, tokens):
                 wide = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
                 like = (self._form(), one, ChunkInput(wide, wide, one, one), self.blank(1, SAMPLED))

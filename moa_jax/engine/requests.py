@@ -91,7 +91,8 @@ class RequestState:
     slot: int = -1
     answer: list[int] = dataclasses.field(default_factory=list)  # tokens that the host has read
     num_computed: int = 0  # tokens of the prompt in the slot, calls in flight included
-    num_unread: int = 0  # tokens that a lagging drafter has not processed
+    lags: bool = False  # a lagging drafter has not processed all tokens
+    num_plain: int = 0  # of these tokens those of plain rounds, at most
     num_scored: int = 0  # tokens of the prompt whose log-probabilities are sent
 
     @property

@@ -17,6 +17,7 @@ chunked prefill, Sarathi (2308.16369).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from moa_jax.engine.prefix_cache import SlotTable
@@ -78,27 +79,25 @@ class Scheduler:
         """The requests in phase DECODE."""
         return [state for state in self.running if state.phase is Phase.DECODE]
 
-    def next_prefill(self) -> list[PrefillChunk]:
+    def next_prefill(self) -> Iterator[PrefillChunk]:
         """The chunks of the next step, which the caller must execute in this order.
 
         A request whose last chunk is among them is in phase DECODE afterwards.
         """
-        chunks: list[PrefillChunk] = []
         budget = self._budget()
         while budget > 0 and (state := self._next_prompt()):
             first = state.phase is Phase.WAITING
             source = self._admit(state) if first else None
             start = state.num_computed
-            end = min(start + self.chunk, state.prompt_length)
+            end = min(start + min(self.chunk, budget), state.prompt_length)
             chunk = PrefillChunk(state, start, end, first, source)
             state.num_computed = end
             if chunk.is_last:
                 self.slots.hold(state.slot, state.request.prompt_ids)
                 state.phase = Phase.DECODE if state.decodes else Phase.PREFILL
-            chunks.append(chunk)
+            yield chunk
             # A short chunk takes longer than its share of a long one.
             budget -= max(end - start, self.chunk // MOST_CHUNKS)
-        return chunks
 
     def _budget(self) -> int:
         """Prompt tokens that a step may prefill."""

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moa_jax.config import DraftShape
-from moa_jax.speculation.acceptance import WINDOW, AcceptanceRates
+from moa_jax.speculation.acceptance import AcceptanceRates
 
 NO_DRAFT = DraftShape(1)
 # Share of the time that drafting may owe. The promise is 2 %; half of it is left for what no cost
@@ -47,6 +47,9 @@ KEPT = 20.0
 # Drafted rounds between choices: a call's launch and transfer then take less than 2 % of the call
 # on an H100 (0.5 ms of 8 x 5 ms), and a request that arrives waits less than 0.1 s.
 ROUNDS = 8
+# Drafted rounds before a plain call measures again what plain decoding takes: a stored cost that is
+# too high would hide a loss for ever. Such a call in 512 rounds costs less than 1 % of any gain.
+REMEASURE = 512
 # One round of a probe may fall on a token that is hard for any drafter; two seldom do.
 PROBE_ROUNDS = 2
 # Standard errors of the upper confidence bounds: 98 % of the rates are below.
@@ -71,6 +74,7 @@ class DraftController:
         self.acceptance = AcceptanceRates(levels)
         self.debt_ms = 0.0
         self._num_rounds = 0
+        self._num_drafted = 0  # rounds since the last plain one
 
     def next(self, costs: Mapping[DraftShape, float], lag_ms: float = 0.0) -> ShapeChoice:
         """Returns the shape of the next rounds.
@@ -95,8 +99,10 @@ class DraftController:
         loss_ms = costs[shape] - plain_ms  # of a round whose drafts are all rejected
         if loss_ms > 0:
             most = min(most, int((LIMIT * plain_ms - self.debt_ms - lag_ms) / loss_ms))
+        if self._num_drafted >= REMEASURE:
+            return ShapeChoice(NO_DRAFT, ROUNDS)
         if shape == NO_DRAFT or most < 1:  # plain rounds measure no acceptance
-            return ShapeChoice(NO_DRAFT, min(learned, WINDOW // 4))
+            return ShapeChoice(NO_DRAFT, min(learned, 2 * ROUNDS))
         self.debt_ms += lag_ms
         return ShapeChoice(shape, most)
 
@@ -116,7 +122,9 @@ class DraftController:
         self._num_rounds += rounds
         if shape == NO_DRAFT:
             self.acceptance.age(rounds)
+            self._num_drafted = 0
         else:
+            self._num_drafted += rounds
             self.acceptance.update(shape, accepted, rounds)
         if NO_DRAFT not in costs or shape not in costs:
             return

@@ -167,7 +167,15 @@ def load_costs(folder: Path | None, key: CostKey) -> tuple[CostTable, str | None
         for entry in content["costs"]:
             table.put(*_read(entry))
         table._calibrated.clear()
-    except (InputError, OSError, LookupError, TypeError, ValueError, ArithmeticError):
+    except (
+        InputError,
+        OSError,
+        LookupError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        RecursionError,
+    ):
         return CostTable(key), f"{path} is damaged: costs are measured anew"
     return table, None
 
@@ -197,7 +205,10 @@ def _read(entry: Any) -> tuple[int, DraftShape, int, float]:
     sizes = [batch, length, entry["depth"], entry["breadth"]]
     if entry["total_tokens"] is not None:
         sizes.append(entry["total_tokens"])
-    if any(type(size) is not int or size < 1 for size in sizes) or type(ms) not in (int, float):
+    if any(type(size) is not int or not 0 < size < 2**31 for size in sizes) or type(ms) not in (
+        int,
+        float,
+    ):
         raise ValueError("not a cost")
     paths = tuple(map(tuple, entry["paths"]))
     shape = DraftShape(entry["depth"], entry["breadth"], entry["total_tokens"], paths)

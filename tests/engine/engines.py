@@ -97,6 +97,7 @@ def engine_of(name: str | None, shape: DraftShape | None = CHAIN, **rest) -> Eng
     found = Engine(target(), name and drafter(name), shape if name else None, **settings)
     found.prepare()
     found._while_idle = lambda: None  # most of a test is compiling
+    found.programs.later = lambda: iter(())
     return found
 
 

@@ -11,6 +11,7 @@ import pytest
 from moa_jax.config import Sampling
 from moa_jax.engine import Engine, EngineClosed, QueueFull, Request, RequestHandle, RequestOutput
 from moa_jax.engine.device_ops import row_settings
+from moa_jax.engine.engine import Wake
 from moa_jax.errors import InputError
 from tests.decode.test_chunks import target
 from tests.engine.engines import (
@@ -129,7 +130,7 @@ def test_an_engine_that_does_not_fit_is_refused_before_anything_is_allocated(mon
     with pytest.raises(InputError, match="lower --slots, --max-tokens or --prefix-bytes"):
         Engine(target(), num_slots=16, max_tokens=200)
     plan = Engine(target(), num_slots=2, prefix_bytes=0, max_tokens=200).memory
-    assert plan.slots > plan.weights > 0 == plan.kept_texts
+    assert plan.slots > plan.weights > 0 == plan.prefix_cache
 
 
 @pytest.mark.slow
@@ -209,6 +210,44 @@ def test_a_call_that_fails_before_it_runs_ends_those_in_it_alone(what, most, mon
     lost, fine = split(found := answers(engine, requests))
     assert 1 <= len(lost) <= most and engine.stats().failures == failures + 1
     assert_as_alone([requests[i] for i in fine], [found[i] for i in fine])
+
+
+def test_a_prefix_of_a_prompt_that_failed_is_not_copied(monkeypatch):
+    """Two prompts that begin alike come together, and the first one's chunk fails."""
+    engine = serving(None)
+    engine._slots.clear()
+    failing(engine, monkeypatch, "prefill", [0])
+    beginning = tuple((5 + 3 * i * i) % 61 for i in range(30))
+    requests = [Request((*beginning, *tail), 9, NO_STOP) for tail in ((), (1, 2), (3,))]
+    lost, fine = split(found := answers(engine, requests))
+    assert lost == [0]
+    assert_as_alone([requests[i] for i in fine], [found[i] for i in fine])
+
+
+def test_an_idle_engine_that_lost_its_state_allocates_another_one(started, monkeypatch):
+    """And is as healthy as before, also where that fails."""
+    engine = engine_of(None, num_slots=1)
+    del engine._while_idle
+    monkeypatch.setattr("moa_jax.engine.engine.QUIET_S", 0.01)
+    engine.programs.later = lambda: iter(())
+    run, is_full = engine.programs.run, threading.Event()
+
+    def full(name, *arrays):
+        if name == ("empty",) and is_full.is_set():
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
+        return run(name, *arrays)
+
+    engine.programs.run = full
+    started(engine)
+    engine._batch.drop()
+    is_full.set()
+    for _ in range(4):
+        engine._commands.put(Wake())
+        wait_for(engine._commands.empty)
+    assert engine.healthy
+    is_full.clear()
+    engine._commands.put(Wake())
+    wait_for(lambda: not engine._batch.is_lost())
 
 
 @pytest.mark.parametrize("what", ["decode", "prefill"])
@@ -322,11 +361,11 @@ def test_an_engine_that_is_abandoned_while_a_call_is_read_has_no_failed_step(sta
         return read(call)
 
     monkeypatch.setattr(engine._batch, "read", abandoned)
-    engine.submit(Request((5,), 9, NO_STOP), found := Listener())
+    engine.submit(Request((5,), 60, NO_STOP), found := Listener())
     started(engine)
     assert found.wait().finish_reason == "error"
-    found.assert_one_end()
     engine.close()
+    found.assert_one_end()  # and no token of the call that was read
     assert engine.stats().failures == 0 and engine.stats().running == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from moa_jax import Session
 from moa_jax.config import DraftShape
 from moa_jax.engine import Engine, Request
 from moa_jax.engine.batch import RowOutput
+from moa_jax.engine.engine import QUIET_S
 from moa_jax.engine.pacing import ROUNDS_BESIDE_PREFILL, Pacing
 from moa_jax.engine.program_cache import GREEDY, LOGPROBS, SAMPLED, ProgramCache
 from moa_jax.engine.requests import RequestState
@@ -140,19 +142,18 @@ def test_a_call_serves_the_settings_of_all_its_requests(monkeypatch):
 
 
 def test_padding_rows_do_nothing(monkeypatch):
-    """One request in a call of all slots: the other slots keep their texts and lengths."""
+    """The slot of a prompt that is being read, in a call of all slots for another request."""
     engine = serving(None)
     engine._slots.clear()
-    chat = Request(tuple(range(40)), 30, NO_STOP)
-    (first,) = answers(engine, [chat])
     monkeypatch.setattr(engine.programs, "decode_name", lambda *_: ("decode", 4, NO_DRAFT, SAMPLED))
-    other = [Request((7, index), 30, NO_STOP) for index in range(3)]
-    for request in other:
-        assert_as_alone([request], answers(engine, [request]))
-    before = engine.stats().prefix_tokens
-    again = Request((*chat.prompt_ids, *first.token_ids, 3), 20, NO_STOP)
-    assert_as_alone([again], answers(engine, [again]))
-    assert engine.stats().prefix_tokens - before == 40 + 29
+    calls = noting(engine, monkeypatch, "decode")
+    first, long = Request((5, 9), 60, NO_STOP), Request(tuple(range(60)) * 2, 30, NO_STOP, LAWS[1])
+    found = [Listener(lambda: engine.submit(long, found[1])), Listener()]
+    engine.submit(first, found[0])
+    for listener in found:
+        listener.wait()
+    assert_as_alone([first, long], found)
+    assert any(live_B.sum() == 1 for _, slot_B, live_B, *_ in calls)
 
 
 def test_rounds_that_are_cut_tell_nothing():
@@ -227,7 +228,7 @@ def test_every_shape_gives_the_same_texts(name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle3", "moa-2"])
+@pytest.mark.parametrize("name", ["independent", "moa-2"])
 def test_drafts_are_as_good_however_late_their_drafter_reads(name, monkeypatch):
     """As those of a drafter that reads with each chunk and each round: as many are accepted."""
     lagging, in_step = serving_shapes(name), serving(name, CHAIN)
@@ -242,11 +243,11 @@ def test_drafts_are_as_good_however_late_their_drafter_reads(name, monkeypatch):
             assert_as_alone([request], answers(engine, [request]))
         now = engine.stats()
         accepted.append((now.drafts - before.drafts, now.accepted_tokens - before.accepted_tokens))
-    assert accepted[0] == accepted[1]
+    assert accepted[0] == accepted[1] and accepted[0][1] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle3"])
+@pytest.mark.parametrize("name", ["moa-2"])
 def test_a_copied_prefix_is_read_as_far_as_its_drafter_had_read(name, monkeypatch):
     """A drafter that lags behind a text lags behind its copy: drafts are as good as ever."""
     lagging, in_step = serving_shapes(name), serving(name, CHAIN)
@@ -267,7 +268,7 @@ def test_a_copied_prefix_is_read_as_far_as_its_drafter_had_read(name, monkeypatc
         now = engine.stats()
         assert now.prefix_tokens - before.prefix_tokens == 70
         accepted.append((now.drafts - before.drafts, now.accepted_tokens - before.accepted_tokens))
-    assert accepted[0] == accepted[1]
+    assert accepted[0] == accepted[1] and accepted[0][1] > 0
 
 
 @pytest.mark.slow
@@ -300,7 +301,7 @@ def test_few_programs_serve_the_default_flags():
     programs = Engine(*pair, ways=shapes, costs=CostTable(), max_tokens=200).programs
     every = {*programs.first(), *programs.later()}
     assert programs.buckets == (1, 2, 4, 8, 16)
-    assert len([name for name in every if name[0] == "decode"]) <= 40
+    assert len([name for name in every if name[0] == "decode"]) <= 40  # none is compiled besides
     assert len(every) <= 48
 
 
@@ -346,13 +347,12 @@ def compiled(engine: Engine) -> list[tuple]:
 
 def test_what_a_request_would_use_is_compiled_beside_it_and_the_rest_when_idle(started):
     engine = engine_of(None, num_slots=2, chunk=16)
-    idle = Engine._while_idle
     made = compiled(engine)
     requests = [Request((index, 7), 60, NO_STOP) for index in range(2)]
     assert_as_alone(requests, answers(started(engine), requests))
     engine.session.background.wait()
     assert made == [("decode", 2, NO_DRAFT, GREEDY)]
-    engine._while_idle = lambda: idle(engine)
+    del engine.programs.later
     answers(engine, requests[:1])
     everything = {*engine.programs.first(), *engine.programs.later()}
     wait_for(lambda: all(map(engine.programs.has, everything)), WAIT_S)
@@ -372,17 +372,38 @@ def test_without_room_for_mappings_nothing_more_is_compiled(monkeypatch, started
 
 
 def test_a_slow_stand_in_is_logged_once(caplog):
-    engine = engine_of("lookup", CHAIN, ways=(LONG,), costs=CostTable(), num_slots=4)
+    """As much as is known of it, and nothing if it is known to be fast."""
+    engine = engine_of("lookup", CHAIN, ways=(LONG,), costs=CostTable(), num_slots=8)
     for length in engine._pacing.lengths():
-        for batch, ms in ((1, 1.0), (4, 4.0)):
+        for batch, ms in ((1, 1.0), (4, 1.2), (8, 4.0)):
             engine._pacing.costs.put(batch, NO_DRAFT, length, ms)
-    wanted, stand_in = (("decode", batch, NO_DRAFT, GREEDY) for batch in (2, 4))
     for _ in range(2):
-        engine._pacing._log_slow(wanted, stand_in, 50)
-        engine._pacing._log_slow(
-            ("decode", 4, NO_DRAFT, GREEDY), ("decode", 4, NO_DRAFT, SAMPLED), 50
-        )
-    assert caplog.text.count("2 requests decode in the program of 4, about 2.0 times slower") == 1
+        for wanted, stand_in in ((1, 4), (1, 8), (2, 8)):
+            names = (("decode", batch, NO_DRAFT, GREEDY) for batch in (wanted, stand_in))
+            engine._pacing._log_stand_in(*names, 50)
+    assert caplog.messages == [
+        f"a batch of {batch} decodes in the program of 8 until its own is compiled, {by} slower"
+        for batch, by in ((1, "about 4.0 times"), (2, "perhaps"))
+    ]
+
+
+def test_a_program_without_a_cost_leaves_plain_decoding_in_the_choice():
+    """It is taken for as slow as the larger one; without plain decoding nothing is chosen."""
+    engine = engine_of("lookup", CHAIN, ways=(LONG,), costs=CostTable(), num_slots=4)
+    pacing, programs = engine._pacing, engine.programs
+    pacing.costs = CostTable()
+    programs._ready = {("decode", 4, shape, SAMPLED): None for shape in (NO_DRAFT, CHAIN)}
+    states = [RequestState(id, Request((5,), 9, ()), print, None, False) for id in range(2)]
+    assert pacing.choose(states, GREEDY, False).costs == {}
+    for length in pacing.lengths():
+        for shape, ms in ((NO_DRAFT, 1.0), (CHAIN, 90.0)):
+            pacing.costs.put(4, shape, length, ms)
+    own, larger = ("decode", 2, NO_DRAFT, GREEDY), ("decode", 4, NO_DRAFT, SAMPLED)
+    for name, missing in ((larger, [own]), (own, [])):
+        choice = pacing.choose(states, GREEDY, False)
+        assert choice.costs == {NO_DRAFT: 1.0, CHAIN: 90.0}
+        assert (choice.name, choice.missing) == (name, missing)
+        programs._ready[own] = None
 
 
 # ---- costs --------------------------------------------------------------------------------
@@ -448,29 +469,65 @@ def test_a_measurement_that_fails_is_not_tried_again(monkeypatch, started):
     monkeypatch.setattr(engine._batch, "time_round", fail)
     engine.programs.compile(("decode", 1, CHAIN, GREEDY))
     request = Request((5, 9, 2), 10, NO_STOP)
-    for _ in range(3):
+    for count in (1, 2):  # to warm up, and to measure
         assert_as_alone([request], answers(engine, [request]))
-    wait_for(lambda: tried)
+        wait_for(lambda count=count: len(tried) == count)
     answers(engine, [request])
-    assert tried == 2 * [("decode", 1, CHAIN, GREEDY)]  # to warm up, and to measure
+    time.sleep(2 * QUIET_S)
+    assert tried == 2 * [("decode", 1, CHAIN, GREEDY)]
 
 
-def test_only_calls_that_ran_alone_correct_costs(monkeypatch):
+def test_only_calls_that_ran_alone_correct_costs():
+    """Not those beside a prompt, a drafter's catch-up or a compiler, or of log-probabilities."""
+    engine = engine_of("lookup", CHAIN, ways=(LONG,), costs=CostTable())
+    pacing = engine._pacing
+    for length in pacing.lengths():
+        pacing.costs.put(1, NO_DRAFT, length, 1.0)
+    state = RequestState(0, Request((5,), 9, ()), print, None, False)
+    call = SimpleNamespace(
+        costs={NO_DRAFT: 1.0}, shape=NO_DRAFT, states=[state], is_clean=False, batch=1, length=9
+    )
+    output = RowOutput(state, [1] * 8, [], False, [(1, 0)] * 8)
+    for costs, is_clean in (({NO_DRAFT: 1.0}, False), ({}, True), ({NO_DRAFT: 1.0}, True)):
+        assert pacing.costs.ms(1, NO_DRAFT, 9) == 1.0
+        call.costs, call.is_clean = costs, is_clean
+        pacing.record(call, [output], 8, 8.0)
+    assert pacing.costs.ms(1, NO_DRAFT, 9) > 1.0
+
+
+def test_calls_are_clean_without_a_prompt_and_a_compiler(monkeypatch):
     engine, clean = serving(None), []
     record = engine._pacing.record
 
     def noted(call, *rest):
-        clean.append((call.is_clean, engine._compiler.is_busy))
+        clean.append(call.is_clean)
         return record(call, *rest)
 
     monkeypatch.setattr(engine._pacing, "record", noted)
     answers(engine, [Request((5,) * 70, 30, NO_STOP)])
-    assert not clean[0][0] and all(each for each, _ in clean[1:])
+    assert not clean[0] and all(clean[1:])
     clean.clear()
     engine._compiler.is_busy = True
     answers(engine, [Request((5,), 30, NO_STOP)])
     engine._compiler.is_busy = False
-    assert not any(each for each, _ in clean)
+    assert not any(clean)
+
+
+def test_a_long_prompt_does_not_keep_a_lagging_drafter_from_drafting(monkeypatch):
+    """Its tokens are read once, with drafts or without; those of plain rounds are a debt."""
+    engine = Engine(target(), drafter("moa-1"), CHAIN, ways=(LONG,), max_tokens=200)
+    pacing, lag = engine._pacing, []
+    monkeypatch.setattr(
+        engine.session.controller, "next", lambda costs, ms: lag.append(ms) or (NO_DRAFT, 8)
+    )
+    pacing.catch_up_ms = 1.0
+    engine.programs._ready = {("decode", 1, NO_DRAFT, GREEDY): None}
+    pacing.costs.put(1, NO_DRAFT, 50, 1.0)
+    state = RequestState(0, Request((5,) * 150, 9, ()), print, None, False, lags=True)
+    pacing.choose([state], GREEDY, False)
+    state.num_plain = 8
+    pacing.choose([state], GREEDY, False)
+    assert lag == [0.0, 8.0]
 
 
 # ---- prompts that begin alike -------------------------------------------------------------

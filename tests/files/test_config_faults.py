@@ -10,11 +10,12 @@ import pytest
 
 from infer import convert
 from moa_jax.drafters.eagle3 import LAYER_IDS
+from moa_jax.drafters.moa.files import SIZES
 from moa_jax.pretrained import load_drafter, load_target
 from tests.model_folders import edit_json, refusal, save_random_drafter
 
 NAN, WRONG_TYPE = float("nan"), "config.json holds a value of the wrong type ("
-N = "target_layer_inference"
+N, LSA = "target_layer_inference", "layer_self_attention"
 SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 QWEN2 = {"verifier": {"architectures": ["Qwen2ForCausalLM"]}}
@@ -138,7 +139,7 @@ OF_MOA: list[tuple[dict[str, Any], str]] = [
     ({"kv_hidden_size": 38}, "kv_hidden_size is 38 in its files and 40"),
     ({"layer_mixing": "sum"}, "layer_mixing is 'sum'; give one of attention, mean"),
     (
-        {"layer_mixing": "mean", "disable_LSA": True},
+        {"layer_mixing": "mean", "disable_LSA": True} | {f"{LSA}_{size}": 1 for size in SIZES},
         "has unexpected 9 tensors (layer_self_attention.",
     ),
     ({"has_self_attention": "no"}, "has_self_attention is 'no'; give true or"),

@@ -14,6 +14,8 @@ from moa_jax.speculation.controller import (
     KEPT,
     LIMIT,
     NO_DRAFT,
+    REMEASURE,
+    ROUNDS,
     DraftController,
     ShapeChoice,
 )
@@ -286,3 +288,13 @@ def test_the_best_fixed_shape_is_computed_as_it_is_simulated():
             ]
             expected = fixed(CHAIN, GPU[CHAIN], text, answers)
             assert np.mean(simulated) == pytest.approx(expected, rel=0.01)
+
+
+def test_plain_decoding_is_measured_again_now_and_then():
+    """Its cost may be wrong: a call of its own in REMEASURE drafted rounds shows that."""
+    made = choices(DraftController(7), TWO, 2, 1000)
+    plain = [index for index, choice in enumerate(made) if choice.shape == NO_DRAFT]
+    rounds = [
+        sum(choice.rounds for choice in made[a + 1 : b]) for a, b in itertools.pairwise(plain)
+    ]
+    assert len(rounds) > 5 and all(REMEASURE <= each < REMEASURE + ROUNDS for each in rounds)
