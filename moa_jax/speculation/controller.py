@@ -14,7 +14,8 @@ best     the shape with the most expected tokens per millisecond
 probe    if plain decoding is best: the shape with the most at the upper confidence bounds of its
          acceptance rates, for PROBE_ROUNDS rounds at most
 
-Both run only for as many rounds as keep the debt below LIMIT if all drafts are rejected.
+Both run only for as many rounds as keep the debt below LIMIT if all drafts are rejected. An engine
+chooses while the call before is not read yet, so its debt may reach twice LIMIT.
 
 Plain rounds measure no acceptance. They age the rates, which widens the confidence intervals until
 a probe can win again. A shape that cannot win even if all drafts are accepted is never tried.
