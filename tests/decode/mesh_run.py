@@ -12,6 +12,7 @@ text alone is plain decoding's, but for LIKE_ALONE, whose drafter decodes alone,
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import queue
 import sys
@@ -55,6 +56,7 @@ from moa_jax.pretrained import (
     save_target,
     table_of,
 )
+from moa_jax.speculation.controller import ShapeChoice
 from moa_jax.speculation.cost_table import CostTable
 from moa_jax.split.server_target import DraftRequest, TargetSlots
 from tests.conftest import arrays_of
@@ -80,7 +82,7 @@ SHAPES = {
     "tree": DraftShape(4, 3, 8),
     "wide": DraftShape(2, 16, 40),  # of 64 tokens: some are accepted whatever a drafter thinks
     "drawn": DraftShape(4, sampled=True),
-    "auto": DraftShape(4),  # or plain, by what is accepted
+    "auto": DraftShape(4),  # and plain, in turns
 }
 LIKE_ALONE = {("moa-0", "drawn")}
 PROMPTS = [[5, 17, 60, 33, 9, 5, 17], [50, 3, 44], [7], [2, 4, 8, 16, 32]]
@@ -158,7 +160,7 @@ def stored(name: str, mesh: Mesh | None, weights: str | None) -> tuple[Target, L
 
 
 def costs_of(batches: Sequence[int]) -> CostTable:
-    """A chain costs little more than plain decoding, so it is worth it now and then."""
+    """A chain costs little more than plain decoding."""
     costs = CostTable()
     for batch in batches:
         costs.put(batch, SHAPES["plain"], 64, 1.0)
@@ -176,10 +178,10 @@ def decoded(name: str, shape: str, mesh: Mesh | None, likely: int | None) -> lis
         rest |= {"ways": (SHAPES["plain"],), "costs": costs_of([len(PROMPTS)])}
     session = Session(loaded, draft, SHAPES[shape], top_logprobs=likely, **rest)
     assert session.mesh == mesh
+    if shape == "auto":  # in turns, whatever is accepted
+        turns = itertools.cycle([(SHAPES["auto"], 2), (SHAPES["plain"], 3)])
+        session.controller.next = lambda *costs, **lag: ShapeChoice(*next(turns))
     found = session.generate(PROMPTS, NEW, NO_STOP, LAWS)
-    if shape == "auto":  # the second time every way is compiled
-        session.background.wait()
-        found = session.generate(PROMPTS, NEW, NO_STOP, LAWS)
     if mesh is not None:
         state = session.start(PROMPTS, NEW, NO_STOP, LAWS)[0]
         assert_is_split(state, len(PROMPTS), mesh, session.setup)
