@@ -578,6 +578,7 @@ class Engine:
             self._slots.forget(slots)
             return self._batch.time_round(names[cell], cell[2], slots)
 
+        has_measured = False
         for name in dict.fromkeys(names.values()):
             cells = [cell for cell, each in names.items() if each == name]
             try:
@@ -587,7 +588,9 @@ class Engine:
             except Exception:
                 self._unmeasurable.add(name)
                 raise
-        self._on_calibrated(self._pacing.costs)
+            has_measured = True
+        if has_measured:
+            self._on_calibrated(self._pacing.costs)
 
 
 class Interrupted(Exception):
