@@ -252,7 +252,7 @@ def test_a_copied_prefix_is_read_as_far_as_its_drafter_had_read(name, monkeypatc
     """A drafter that lags behind a text lags behind its copy: drafts are as good as ever."""
     lagging, in_step = serving_shapes(name), serving(name, CHAIN)
     beginning = tuple((5 + 3 * i * i) % 61 for i in range(70))
-    first, then = (Request((*beginning, index), 30, NO_STOP) for index in range(2))
+    first, then = (Request((*beginning, index), 30, NO_STOP) for index in (0, 2))
     accepted = []
     for engine in (lagging, in_step):
         engine._slots.clear()
