@@ -303,7 +303,7 @@ class Engine:
         settings = device_ops.row_settings(sampling, *rest)
         logprobs.check(request.top_logprobs, vocab_size)
         if request.prompt_logprobs and request.top_logprobs is None:
-            raise InputError("prompt_logprobs without top_logprobs; say how many likeliest tokens")
+            raise InputError("prompt_logprobs without top_logprobs; set both, 0 for no top tokens")
         return settings, device_ops.is_sampled(request.sampling)
 
     # ---- commands ----

@@ -319,7 +319,7 @@ def test_a_larger_batch_and_other_rows_stand_in(monkeypatch):
 
 
 def test_nobody_waits_for_a_program(monkeypatch):
-    """What is compiled at the start serves all kinds of requests; the thread compiles nothing."""
+    """Programs of the start serve all kinds of requests, and the thread compiles nothing."""
     engine = serving("moa-1")
     before = len(engine.programs)
     own = {"stop_ids": NO_STOP, "top_logprobs": 2}
