@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from moa_jax.config import DraftShape
 from moa_jax.decode import finite, logprobs
@@ -183,18 +184,32 @@ class Generation:
         with session.alone:
             begin = time.perf_counter()
             self.state = decode(session.weights, self.state, limits, self.batch_sampling)
-            turned = self._collect(shape)
+            accepted, turned = self._collect()
             seconds = time.perf_counter() - begin
+        self._levels += [shape.levels - 1] * turned
         self.decode_s += seconds
         if session.catches_up and not shape.num_drafted:
             self._lag += turned
         if turned:
             self._round_s[shape] = seconds / turned
-        # Shorter calls mostly measure the host, and a compiler beside a call takes its cores.
-        if self._controller is not None and turned >= ROUNDS and not session.background.is_busy:
-            ms = 1e3 * seconds / turned
-            session.costs.update(len(self.prompts), shape, self._length, ms)
+            if self._controller is not None:
+                self._record(shape, accepted, turned, 1e3 * seconds / turned)
         return Call(shape, turned, seconds)
+
+    def _record(
+        self, shape: DraftShape, accepted: npt.NDArray[np.int32], rounds: int, ms: float
+    ) -> None:
+        """Records a call of `ms` per round in the controller and the cost table.
+
+        A compiler beside a call takes its cores. Calls of few rounds mostly measure the host, which
+        the controller's debt counts and the cost of a shape does not.
+        """
+        batch, costs = len(self.prompts), self._session.costs
+        is_calibrated = costs.ms(batch, shape, self._length) is not None
+        round_ms = ms if is_calibrated and not self._session.background.is_busy else None
+        self._controller.observe(self._costs, shape, accepted, rounds, batch, round_ms)
+        if round_ms and rounds >= ROUNDS:
+            costs.update(batch, shape, self._length, round_ms)
 
     def catch_up(self) -> float:
         """Runs the drafter over the tokens of plain rounds; returns the seconds that this took."""
@@ -273,22 +288,20 @@ class Generation:
             )
         return results
 
-    def _collect(self, shape: DraftShape) -> int:
-        """Waits for a call and reads its results; returns the number of rounds that ran."""
+    def _collect(self) -> tuple[npt.NDArray[np.int32], int]:
+        """Waits for a call and reads its results; returns its accepted drafts, and its rounds.
+
+        The accepted drafts are those of each row's rounds, without a last round that a stop or the
+        limit may have truncated.
+        """
         state, before_B = self.state, self._rounds_B
         news = (state.rounds_B, state.round.done_B, state.counts_B2R, state.round.length_B)
         self._rounds_B, self._done_B, counts_B2R, length_B = gathered(news)
         self._length = int(length_B.max())
-        turned = int(self._rounds_B.max() - before_B.max())
-        self._levels += [shape.levels - 1] * turned
-        if self._controller is not None:
-            # A stop or the limit may have truncated the last round of a row that is done.
-            ends_B = np.maximum(self._rounds_B - self._done_B, before_B)
-            rows = zip(counts_B2R[:, 0], before_B, ends_B, strict=True)
-            accepted = [counts_R[first:end] - 1 for counts_R, first, end in rows]
-            batch = len(self.prompts)
-            self._controller.observe(self._costs, shape, np.concatenate(accepted), turned, batch)
-        return turned
+        ends_B = np.maximum(self._rounds_B - self._done_B, before_B)
+        rows = zip(counts_B2R[:, 0], before_B, ends_B, strict=True)
+        accepted = np.concatenate([counts_R[first:end] - 1 for counts_R, first, end in rows])
+        return accepted, int(self._rounds_B.max() - before_B.max())
 
 
 def _cut(accept_lengths: list[int], total: int) -> list[int]:

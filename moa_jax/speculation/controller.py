@@ -12,10 +12,11 @@
 
 best     the shape with the most expected tokens per millisecond
 probe    if plain decoding is best: the shape with the most at the upper confidence bounds of its
-         acceptance rates, for PROBE_ROUNDS rounds at most
+         acceptance rates; gains that were kept are given up, so that probes are paid by BUDGET
 
-Both run only for as many rounds as keep the debt below LIMIT if all drafts are rejected. An engine
-chooses while the call before is not read yet, so its debt may reach twice LIMIT.
+Both run only for as many rounds as keep the debt below LIMIT if all drafts are rejected. Plain
+decoding then runs until one round of a probe is repaid. An engine chooses while the call before is
+not read yet, so its debt may reach twice LIMIT.
 
 Plain rounds measure no acceptance. They age the rates, which widens the confidence intervals until
 a probe can win again. A shape that cannot win even if all drafts are accepted is never tried.
@@ -33,26 +34,24 @@ import numpy as np
 import numpy.typing as npt
 
 from moa_jax.config import DraftShape
-from moa_jax.speculation.acceptance import AcceptanceRates
+from moa_jax.speculation.acceptance import WINDOW, AcceptanceRates
 
 NO_DRAFT = DraftShape(1)
 # Share of the time that drafting may owe. The promise is 2 %; half of it is left for what no cost
-# has: the launch of a call of few rounds, and caches that another program has filled.
+# has: choices between calls, and memory that another program has filled.
 BUDGET = 0.01
-# Plain rounds of debt at which drafts pause: two probes of an H100's tree (1.7 plain rounds each),
-# or the first eight rounds of a chain that takes half a plain round more.
-LIMIT = 4.0
+# Plain rounds of debt at which drafts pause: 3 % of an answer of 64 tokens. It holds two rounds of
+# an H100's tree (1.7 plain rounds each), or four of a chain that takes half a plain round more.
+LIMIT = 2.0
 # Plain rounds of gains that may be lost again: fewer than a sentence's tokens, so that a change of
 # text is noticed within the sentence.
-KEPT = 20.0
+KEPT = 16.0
 # Drafted rounds between choices: a call's launch and transfer then take less than 2 % of the call
 # on an H100 (0.5 ms of 8 x 5 ms), and a request that arrives waits less than 0.1 s.
 ROUNDS = 8
-# Drafted rounds before a plain call measures again what plain decoding takes: a stored cost that is
-# too high would hide a loss for ever. Such a call in 512 rounds costs less than 1 % of any gain.
-REMEASURE = 512
-# One round of a probe may fall on a token that is hard for any drafter; two seldom do.
-PROBE_ROUNDS = 2
+# A call that takes longer than this multiple of its cost was stalled by the machine, not by drafts:
+# no shape of a table that is right takes twice its cost.
+STALLED = 2.0
 # Standard errors of the upper confidence bounds: 98 % of the rates are below.
 DEVIATIONS = 2.0
 
@@ -96,14 +95,18 @@ class DraftController:
             return ShapeChoice(shape, most)
         plain_ms = costs[NO_DRAFT]
         if shape == NO_DRAFT:
-            shape, most = max(costs, key=upper_speed), PROBE_ROUNDS
+            shape = max(costs, key=upper_speed)
+            self.debt_ms = max(self.debt_ms, 0.0)
         loss_ms = costs[shape] - plain_ms  # of a round whose drafts are all rejected
+        left_ms = LIMIT * plain_ms - self.debt_ms - lag_ms
         if loss_ms > 0:
-            most = min(most, int((LIMIT * plain_ms - self.debt_ms - lag_ms) / loss_ms))
-        if self._num_drafted >= REMEASURE:
+            most = min(most, int(left_ms / loss_ms))
+        # Plain decoding is measured now and then: a stored cost that is too high would hide a loss.
+        if self._num_drafted >= ROUNDS / BUDGET:
             return ShapeChoice(NO_DRAFT, ROUNDS)
         if shape == NO_DRAFT or most < 1:  # plain rounds measure no acceptance
-            return ShapeChoice(NO_DRAFT, min(learned, 2 * ROUNDS))
+            repaid = int((loss_ms - left_ms) / (BUDGET * plain_ms)) + 1 if loss_ms > 0 else WINDOW
+            return ShapeChoice(NO_DRAFT, min(learned, repaid, WINDOW))
         self.debt_ms += lag_ms
         return ShapeChoice(shape, most)
 
@@ -114,11 +117,14 @@ class DraftController:
         accepted: npt.ArrayLike,
         rounds: int,
         batch: int = 1,
+        round_ms: float | None = None,
     ) -> None:
         """Records rounds of a shape; `costs` are those of the choice.
 
         `accepted` has the accepted drafts of each row and round, all rows in one list. Rounds that
         a stop or a limit truncates are left out, and count neither as time nor as tokens.
+        `round_ms` is the measured time of a round, with what a call costs the host; None counts the
+        cost.
         """
         self._num_rounds += rounds
         if shape == NO_DRAFT:
@@ -134,5 +140,6 @@ class DraftController:
         if shape != NO_DRAFT:
             num_rounds = np.size(accepted)
             num_tokens = num_rounds + float(np.sum(accepted))
-            self.debt_ms += (num_rounds * costs[shape] - num_tokens * plain_ms) / batch
+            ms = costs[shape] if round_ms is None else min(round_ms, STALLED * costs[shape])
+            self.debt_ms += (num_rounds * ms - num_tokens * plain_ms) / batch
         self.debt_ms = max(self.debt_ms, -KEPT * plain_ms)

@@ -43,7 +43,7 @@ class Script:
     def next(self, costs, lag_ms):
         return next(self.choices)
 
-    def observe(self, costs, shape, accepted, rounds, batch):
+    def observe(self, costs, shape, accepted, rounds, batch, round_ms):
         self.observed.append((shape, [*map(int, accepted)], rounds))
 
 

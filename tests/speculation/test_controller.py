@@ -14,8 +14,8 @@ from moa_jax.speculation.controller import (
     KEPT,
     LIMIT,
     NO_DRAFT,
-    REMEASURE,
     ROUNDS,
+    STALLED,
     DraftController,
     ShapeChoice,
 )
@@ -61,11 +61,11 @@ def test_speed_is_close_to_plain_decoding_and_to_the_best_fixed_shape(setting):
 # Acceptance rate, misses of the first rounds, and the least share of the best fixed shape's speed
 # in answers of 16, 40 and 128 tokens.
 ANSWERS = {
-    "0.0": (0.0, 0, (0.8, 0.9, 0.93)),
+    "0.0": (0.0, 0, (0.87, 0.93, 0.97)),
     "0.3": (0.3, 0, (0.85, 0.9, 0.93)),
-    "0.6": (0.6, 0, (0.9, 0.9, 0.93)),
+    "0.6": (0.6, 0, (0.9, 0.9, 0.91)),
     "0.9": (0.9, 0, (0.85, 0.9, 0.95)),
-    "a miss, then 0.9": (0.9, 1, (0.85, 0.9, 0.94)),
+    "a miss, then 0.9": (0.9, 1, (0.85, 0.88, 0.92)),
     "a miss, then 1.0": (1.0, 1, (0.78, 0.85, 0.94)),
 }
 
@@ -220,7 +220,8 @@ def promising() -> DraftController:
 
 def test_drafts_pause_at_the_limit_and_go_on_when_a_round_is_repaid():
     found = promising()
-    for debt, choice in ((0.0, (CHAIN, 8)), (LIMIT - 0.6, (CHAIN, 1)), (LIMIT, (NO_DRAFT, 16))):
+    expected = {-LIMIT: (CHAIN, 8), 0: (CHAIN, 4), LIMIT - 0.6: (CHAIN, 1), LIMIT: (NO_DRAFT, 50)}
+    for debt, choice in expected.items():
         found.debt_ms = debt
         assert found.next(TWO) == choice
     found.observe(TWO, NO_DRAFT, [], 49)
@@ -231,8 +232,8 @@ def test_drafts_pause_at_the_limit_and_go_on_when_a_round_is_repaid():
 
 def test_the_time_to_catch_up_is_a_debt():
     found = promising()
-    assert found.next(TWO, lag_ms=LIMIT) == (NO_DRAFT, 16) and found.debt_ms == 0.0
-    assert found.next(TWO, lag_ms=LIMIT / 2) == (CHAIN, 4)
+    assert found.next(TWO, lag_ms=LIMIT) == (NO_DRAFT, 50) and found.debt_ms == 0.0
+    assert found.next(TWO, lag_ms=LIMIT / 2) == (CHAIN, 2)
     assert found.debt_ms == LIMIT / 2
 
 
@@ -274,6 +275,22 @@ def test_truncated_rounds_count_neither_as_time_nor_as_tokens():
     assert found.debt_ms == pytest.approx(-BUDGET * 2 * 1.5)
 
 
+def test_a_round_counts_by_its_measured_time_unless_it_is_stalled():
+    for round_ms, counted in ((None, 1.5), (1.8, 1.8), (30.0, STALLED * 1.5)):
+        found = DraftController(2)
+        found.observe(TWO, CHAIN, [0], 1, round_ms=round_ms)
+        assert found.debt_ms == pytest.approx(counted - TWO[NO_DRAFT] - BUDGET * 1.5)
+
+
+def test_gains_are_not_spent_on_probes():
+    found = promising()
+    found.debt_ms = -KEPT
+    costs = TWO | {CHAIN: 2.6}  # of 3 tokens at most
+    assert found.next(costs).shape == CHAIN and found.debt_ms == -KEPT
+    found.acceptance.update(CHAIN, [0] * 14, 14)
+    assert found.next(costs).shape == CHAIN and found.debt_ms == 0.0
+
+
 def test_the_same_observations_give_the_same_choices():
     first, second = (choices(DraftController(7), GPU, 1, 100) for _ in range(2))
     assert first == second
@@ -291,10 +308,10 @@ def test_the_best_fixed_shape_is_computed_as_it_is_simulated():
 
 
 def test_plain_decoding_is_measured_again_now_and_then():
-    """Its cost may be wrong: a call of its own in REMEASURE drafted rounds shows that."""
+    """Its cost may be wrong: a call that takes BUDGET of the rounds shows that."""
     made = choices(DraftController(7), TWO, 2, 1000)
     plain = [index for index, choice in enumerate(made) if choice.shape == NO_DRAFT]
     rounds = [
         sum(choice.rounds for choice in made[a + 1 : b]) for a, b in itertools.pairwise(plain)
     ]
-    assert len(rounds) > 5 and all(REMEASURE <= each < REMEASURE + ROUNDS for each in rounds)
+    assert len(rounds) > 5 and all(0 <= each - ROUNDS / BUDGET < ROUNDS for each in rounds)
