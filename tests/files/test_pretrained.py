@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import transformers
 from safetensors.numpy import save_file
 
 from infer.cli.flags.pair import DEMO
+from infer.info import ROOT
 from moa_jax.files import client_files, model_folder
 from moa_jax.model.quantize import quantize_params
 from moa_jax.pretrained import (
@@ -168,22 +168,7 @@ def test_the_bundled_models_keep_their_hashes(name):
     assert hashes == STORED[name]
 
 
-# ---- where arrays live --------------------------------------------------------------------
-
-
-def run_python(code: str, *arguments: str, **environment: str) -> str:
-    """What a fresh process prints; it can watch its own memory, or have several devices."""
-    out = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | environment,
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return out.stdout
-
-
+# It runs in a process of its own, whose memory it watches.
 PEAK = """
 import re, sys
 from pathlib import Path
@@ -198,12 +183,11 @@ from moa_jax.pretrained import load_target
 folder, layers = Path(sys.argv[1]), sys.argv[2]
 cfg = TargetConfig("llama", 4096, 12, BlockConfig(512, 8, 2, 64, 2048, 1e-5, 1e4, None), False, 64)
 shapes = convert.stored_shapes(convert.target_table(cfg))
-if not folder.exists():
-    folder.mkdir()
-    whole_files.write_json(folder / "config.json", hf_config.target_config_to_hf(cfg))
-    tensors = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
-    save_file(tensors, folder / "model.safetensors")
-    del tensors
+folder.mkdir()
+whole_files.write_json(folder / "config.json", hf_config.target_config_to_hf(cfg))
+tensors = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+save_file(tensors, folder / "model.safetensors")
+del tensors
 
 def anonymous():  # bytes of this process that are not pages of a mapped file
     status = open("/proc/self/status").read()
@@ -227,39 +211,7 @@ print(max(seen) - before, 4 * sum(int(np.prod(shape)) for shape in shapes.values
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("layers", ["list", pytest.param("stacked", marks=pytest.mark.slow)])
 def test_the_host_never_holds_a_model_twice(tmp_path, layers):
-    peak, model = map(int, run_python(PEAK, str(tmp_path / "target"), layers).split())
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "target"), layers]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    peak, model = map(int, done.stdout.split())
     assert 0.8 * model < peak < 1.5 * model
-
-
-SHARDED = """
-import sys
-import jax
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-from moa_jax.files import device_loader
-from moa_jax.pretrained import load_target
-
-mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-def of(path, shape):  # split the last axis that four devices share evenly; the layers never
-    even = [axis for axis in range(1, len(shape)) if shape[axis] % 4 == 0]
-    spec = [None] * len(shape)
-    if even:
-        spec[even[-1]] = "x"
-    return NamedSharding(mesh, PartitionSpec(*spec))
-
-plain = load_target(sys.argv[1], layers=sys.argv[2])
-device_loader.TURNED_ON_HOST = int(sys.argv[3])
-spread = load_target(sys.argv[1], layers=sys.argv[2], sharding=of)
-def check(path, one, two):
-    np.testing.assert_array_equal(one, two)
-    assert two.sharding.is_equivalent_to(of(path, two.shape), two.ndim), (path, two.sharding)
-jax.tree_util.tree_map_with_path(check, plain.params, spread.params)
-print(len({shard.device for shard in spread.params["embed"].addressable_shards}))
-"""
-
-
-@pytest.mark.parametrize("layers, turned_on_host", [("list", 1 << 24), ("stacked", 0)])
-def test_each_array_is_born_in_its_sharding(saved, layers, turned_on_host):
-    flags = "--xla_force_host_platform_device_count=4"
-    given = (str(saved / "llama" / "target"), layers, str(turned_on_host))
-    assert run_python(SHARDED, *given, XLA_FLAGS=flags) == "4\n"
