@@ -9,8 +9,6 @@ import torch
 
 from moa_jax import InputError, Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Sampling
-from moa_jax.decode.detokenize import StopFinder
-from moa_jax.decode.session import rows_of
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +32,16 @@ def test_prompts_are_arrays_of_any_library(session, kind):
 
 PROMPTS = [
     *([[5.0]], [[True]], [[None]], [[-1]], [[10**9]], [[]], [], None, 5, [5, 6]),
-    *("Hello", ["Hello"], [b"Hello"], {"input_ids": [[5]]}, [np.array([5.5])]),
-    *([jnp.ones((1, 2), jnp.int32)], [torch.tensor([True])], [np.array(5)], [[[5]]]),
+    *("Hello", ["Hello"], {"input_ids": [[5]]}, [jnp.ones((1, 2), jnp.int32)], [[[5]]]),
 ]
-LENGTHS = [0, -1, 2.5, True, "8", None, [1, 2], [2.5]]
-STOPS = [[2.5], ["a"], "12", 5, [True], [[1], [2]]]
 
 
 @pytest.mark.parametrize(
     "given, says",
     [
         *(((prompts, 4), ".") for prompts in PROMPTS),
-        *((([[5, 6, 7]], most), "max_new_tokens|lengths") for most in LENGTHS),
-        *((([[5, 6, 7]], 4, stop_ids), "stop") for stop_ids in STOPS),
+        *((([[5, 6, 7]], most), "max_new_tokens|lengths") for most in (0, 2.5, True, "8", [1, 2])),
+        *((([[5, 6, 7]], 4, stop_ids), "stop") for stop_ids in ([2.5], "12", 5, [True])),
     ],
     ids=repr,
 )
@@ -68,20 +63,7 @@ def test_numbers_are_those_of_any_library(session):
             Sampling(**wrong)
 
 
-def test_one_stop_text_is_no_list_of_letters():
-    class LettersAsIds:
-        def decode(self, tokens, **_):
-            return "".join(map(chr, tokens))
-
-    stop_when = StopFinder(LettersAsIds(), "END")
-    assert stop_when([*map(ord, "NEED")]) is None and stop_when([*map(ord, "an END.")]) == 6
-
-
 def test_a_seed_of_minus_1_is_drawn_at_each_call(run, saved):
-    row = Sampling(temperature=1.0, seed=-1)
-    first, second = rows_of(row, 2), rows_of(row, 2)
-    assert (first[0].seed + 1) % 2**32 == first[1].seed and first[0] != second[0]
-    assert all(each.seed >= 0 for each in rows_of([row, row], 2))
     flags = ["--target", saved / "llama" / "target", "--mode", "plain", "--prompt-ids", "5,6"]
     flags += ["--max-new-tokens", 12, "--temperature", 1, "--json", "--seed"]
     found = [json.loads(run("infer.generate", *flags, -1).out) for _ in range(2)]

@@ -169,6 +169,7 @@ BAD: dict[str, dict[str, str]] = {
     },
     "train.vocabulary": {
         f"{TARGET} --corpus c --size 0 --output TMP/v": f"argument --size: '0' {WHOLE}",
+        f"{TARGET} --corpus TMP/half --size 9 --output TMP/v": "TMP/half/b.jsonl.partial cannot be",
         "--target t --corpus c --size 1 --output gs://bucket/x": f"argument --output: {URL}",
     },
     "train.plan": {f"{RUN} --topology h100:x": "unknown topology 'h100:x'; name v5p:2x2x4, v5e"},
@@ -188,6 +189,8 @@ def folder(tmp_path_factory) -> Path:
     for file in (folder / "tokenizer").iterdir():
         file.rename(folder / "target" / file.name)
     (folder / "odd.json").write_text("[[0")
+    (folder / "half").mkdir()
+    (folder / "half" / "b.jsonl.partial").write_text('{"text": "a"}\n')
     (folder / "words").write_text("two words\n")
     return folder
 

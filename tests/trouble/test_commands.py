@@ -24,28 +24,10 @@ def test_each_program_has_a_command():
     assert found == programs and len(commands()) == len(programs)
 
 
-@pytest.mark.parametrize("name", ["moa-generate", "moa-distill", "moa-train-plan"])
-def test_a_command_is_its_program(name, monkeypatch, capsys):
-    program = commands()[name].value.partition(":")[2]
-    monkeypatch.setattr(sys, "argv", [name, "--no-such-flag"])
-    with pytest.raises(SystemExit) as end:
-        commands()[name].load()()
-    assert end.value.code == 2
-    assert capsys.readouterr().err.startswith(f"{program}: ")
-
-
 def test_a_local_infer_is_named(start, tmp_path):
     (tmp_path / "infer.py").write_text("raise SystemExit('the own file runs')")
     line = start("train.distill", "--help", cwd=tmp_path, PYTHONPATH=str(ROOT)).refusal()
     assert f"{tmp_path}/infer.py shadows infer" in line and "moa-distill" in line
-
-
-@pytest.mark.slow
-def test_a_local_configs_changes_nothing(start, tmp_path):
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "__init__.py").write_text("raise SystemExit('the own file runs')")
-    for program in ("infer.plan", "infer.bench", "train.plan"):
-        assert start(program, "--help", cwd=tmp_path, PYTHONPATH=str(ROOT)).code == 0
 
 
 @pytest.mark.slow

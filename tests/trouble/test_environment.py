@@ -28,15 +28,13 @@ def test_64_bits_change_no_answer(run, start):
 
 
 @pytest.mark.parametrize(
-    "program, flags, lowered",
+    "flags",
     [
-        ("infer.generate", ("--prompt", "Hello", "--cache-rows", 900_000_000), "--cache-rows"),
-        ("infer.generate", ("--prompt", "Hello", "--cache-rows", 10**22), "--cache-rows"),
-        ("infer.serve", ("--port", 0, "--slots", 100_000), "--slots"),
-        ("infer.serve", ("--port", 0, "--slots", 10**20), "--slots"),
-        ("infer.server", ("--port", 0, "--slots", 100_000), "--slots"),
+        ("infer.generate", "--prompt", "Hello", "--cache-rows", 10**22),
+        ("infer.serve", "--port", 0, "--slots", 100_000),
+        ("infer.server", "--port", 0, "--slots", 100_000),
     ],
 )
-def test_more_memory_than_there_is_is_refused_before_it_is_taken(program, flags, lowered, run):
-    line = run(program, *flags).refusal()
-    assert re.search(SIZES, line) and lowered in line
+def test_more_memory_than_there_is_is_refused_before_it_is_taken(flags, run):
+    line = run(*flags).refusal()
+    assert re.search(SIZES, line) and flags[-2] in line
