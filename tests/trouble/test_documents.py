@@ -83,19 +83,6 @@ def test_a_cut_file_goes_on(run, flags, cut_run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cut_evaluation_reports_what_was_answered(cut_run, tmp_path):
-    file = tmp_path / "question.jsonl"
-    lines = [{"question_id": i, "turns": ["Hello"], "category": ""} for i in range(4)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = ["--suite", file, "--modes", "chain", "--max-new-tokens", 16, "--json"]
-    # the first times compile and are taken again
-    done = cut_run(6, "infer.evaluate", *flags, "--output", tmp_path / "report")
-    found = json.loads(done.out)
-    assert "the same command goes on" in done.err
-    assert found["cut"]["of"] == 4 and 0 < found["cut"]["done"] < 4
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
 def test_what_a_signal_leaves_can_be_read(flags, number):
     """What SIGTERM cuts is whole JSON, and `]}` completes what a kill has cut."""

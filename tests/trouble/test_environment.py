@@ -20,13 +20,6 @@ def test_a_variable_that_turns_compiling_off_is_named(start):
     assert "JAX_DISABLE_JIT is on" in line
 
 
-@pytest.mark.slow
-def test_64_bits_change_no_answer(run, start):
-    wide = start("infer.generate", *PROMPT, JAX_ENABLE_X64="1", JAX_PLATFORMS="cpu")
-    assert wide.code == 0, wide.err
-    assert wide.out == run("infer.generate", *PROMPT).out
-
-
 @pytest.mark.parametrize(
     "flags",
     [

@@ -137,21 +137,6 @@ def test_a_server_answers_with_an_error_and_goes_on(small_target, served, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_split_server_refuses_and_its_slot_stays_good(run, pair, served):
-    damage(pair / "target", "model.embed_tokens.weight", nan_at(BAD[2]))
-    flags = (*models(pair), "--max-new-tokens", "4", "--json")
-    with served("infer.server", *models(pair), "--slots", 1) as (url, _):
-
-        def ask(prompt: list[int]) -> Any:
-            ids, where = ",".join(map(str, prompt)), f"ws{url.removeprefix('http')}/v1/split"
-            return run("infer.client", "--connect", where, *flags, "--prompt-ids", ids)
-
-        before = strict(ask(GOOD).out)["results"][0]["token_ids"]
-        assert "hold NaN or infinity: model.embed_tokens" in ask(BAD).refusal()
-        assert strict(ask(GOOD).out)["results"][0]["token_ids"] == before
-
-
-@pytest.mark.slow
 def test_regenerate_names_nan(run, broken, tmp_path):
     data, out = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
     data.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello."}]}) + "\n")

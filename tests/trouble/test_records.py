@@ -151,14 +151,6 @@ def test_content_in_parts_is_its_text(prompts_of, answers_of, run, tmp_path):
     assert "line 1: a content part of type 'image_url'" in line
 
 
-def test_keys_of_messages_that_are_not_read_are_named(answers_of, tmp_path):
-    thought = {"role": "assistant", "content": "Hello!", "reasoning_content": "I wonder."}
-    records = [{"messages": [HELLO[0], thought], "tools": [{"name": "add"}], "source": "shop"}]
-    _, told = answers_of(write(tmp_path / "a.jsonl", *records, {"messages": TALK, "tools": []}))
-    names = "`tools` (1), `messages.reasoning_content` (1)"
-    assert f"keys that are not read, in 2 records: {names}\n" in told
-
-
 def test_rows_that_lack_what_was_decoded_are_counted(data_lines, tmp_path):
     """A template that cuts thoughts out of answers; a record with ids is not rendered."""
     target = tmp_path / "target"

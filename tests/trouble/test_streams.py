@@ -55,17 +55,6 @@ def test_streams_that_are_closed_or_full_do_not_end_work():
 
 
 @pytest.mark.slow
-def test_other_closed_streams():
-    for redirected, says in {
-        f"infer.generate {' '.join(PLAIN)} --json >/dev/full": "stdout: No space left on device",
-        "infer.generate --version 1</dev/null": "cannot open stdout: bad file descriptor",
-        "infer.generate <&-": "the prompt is empty",
-    }.items():
-        done = shell(f"$PY -m {redirected}")
-        assert says in done.refusal() and done.err.count("\n") == 1, done
-
-
-@pytest.mark.slow
 def test_a_chat_goes_on_after_a_line_that_is_not_utf8():
     main, terminal = pty.openpty()
     command = [sys.executable, "-m", "infer.generate", "--mode", "plain", "--max-new-tokens", "3"]
@@ -107,16 +96,6 @@ def test_folders_whose_names_are_not_utf8(start, tmp_path):
 
 # ---- servers -------------------------------------------------------------------------------------
 
-SMALL = ("--slots", 1, "--max-tokens", 64)
-
-
-@pytest.mark.slow
-def test_a_server_of_sessions_works_without_streams(served):
-    with served("infer.server", *SMALL, streams="<&- >&- 2>&-") as (url, process):
-        assert httpx.get(f"{url}/health").status_code == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-
 
 @pytest.mark.slow
 def test_a_log_goes_on_after_its_reader_left(served, tmp_path):
@@ -124,7 +103,7 @@ def test_a_log_goes_on_after_its_reader_left(served, tmp_path):
     fifo = tmp_path / "log"
     os.mkfifo(fifo)
     first = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    flags = (*SMALL, "--mode", "plain")
+    flags = ("--slots", 1, "--max-tokens", 64, "--mode", "plain")
     with served("infer.serve", *flags, streams=f"<&- >&- 2>{fifo}") as (url, process):
         usual = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 

@@ -71,18 +71,6 @@ def test_files_of_others_stay(run, pair, clone, tmp_path):
     assert "is not a model folder" in run(*as_float16(pair, new)).refusal()
 
 
-def test_a_client_part_is_written_beside_files_of_others(run, pair, tmp_path):
-    flags = ["--target", pair / "target", "--draft", pair / "draft", "--for-client"]
-    flags += ["--output", tmp_path / "part"]
-    assert run("infer.convert", *flags).code == 0
-    whole = content_of(tmp_path / "part")
-    folders = [others_in(tmp_path / "part" / name) for name in ("", "target", "draft")]
-    assert run("infer.convert", *flags, "--overwrite").code == 0
-    for folder in folders:
-        assert_others_stay(folder)
-    assert content_of(tmp_path / "part").items() > whole.items()
-
-
 def test_an_input_is_never_overwritten(run, pair, tmp_path):
     before = content_of(pair)
     (tmp_path / "link").symlink_to(pair / "target")
@@ -196,74 +184,48 @@ def test_weights_of_others_that_would_be_read_instead_are_named(run, pair, clone
 
 
 @pytest.fixture
-def settings(tmp_path) -> Path:
-    """Config files of a target and of a drafter for it, of one step each."""
-    for name, folders in (("pretrain", "Path('.')"), ("distill", "Path('.'), Path('target')")):
-        (tmp_path / f"{name}.py").write_text(
-            "from tests.train.test_training import distill_config, pretrain_config\n"
-            f"from pathlib import Path\nconfig = {name}_config({folders})\n"
-        )
-    return tmp_path
+def train(small_target, tmp_path) -> list[object]:
+    """Flags of a run of one step; its output is missing."""
+    (tmp_path / "distill.py").write_text(
+        "from pathlib import Path\nfrom tests.train.test_training import distill_config\n"
+        "config = distill_config(Path('.'), Path('target'))\n"
+    )
+    flags = ["--config", tmp_path / "distill.py", "--target", small_target]
+    return [*flags, "--run.directory", tmp_path / "run", "--optim.total_steps", 1, "--output"]
 
 
-def trained(settings: Path, name: str, output: Path) -> list[object]:
-    flags = ["--config", settings / f"{name}.py", "--optim.total_steps", 1, "--output", output]
-    flags += ["--run.directory", settings / f"run-{name}"]
-    models = {"distill": ("--target", "model"), "pretrain": ("--tokenizer", "tokenizer")}
-    flag, folder = models[name]
-    return [f"train.{name}", *flags, flag, settings / folder]
-
-
-def test_training_into_a_clone_keeps_its_history(run, settings):
-    link, clone = settings / "model", others_in(settings / "disk")
-    draft = others_in(settings / "draft")
-    for folder in (clone, draft):
-        (folder / "config.json").write_text("{}")
+def test_training_into_a_clone_keeps_its_history(run, train, tmp_path):
+    clone, link = others_in(tmp_path / "disk"), tmp_path / "link"
+    (clone / "config.json").write_text("{}")
     link.symlink_to(clone)
-    assert run(*trained(settings, "pretrain", link)).code == 0
-    assert run(*trained(settings, "distill", draft)).code == 0
-    (draft / "model.safetensors").unlink()
-    export = ["train.export", *trained(settings, "distill", draft)[1:], "--checkpoint", "newest"]
-    assert run(*export).code == 0
-    assert link.is_symlink()
-    for folder in (clone, draft):
-        assert_others_stay(folder)
-        assert (folder / "model.safetensors").exists()
+    assert run("train.distill", *train, link).code == 0
+    (clone / "model.safetensors").unlink()
+    assert run("train.export", *train, link, "--checkpoint", "newest").code == 0
+    assert link.is_symlink() and (clone / "model.safetensors").exists()
+    assert_others_stay(clone)
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_loaded(
-    run, pair, settings, monkeypatch
+    run, pair, train, tmp_path, monkeypatch
 ):
-    for name in ("infer.convert.load_target", "infer.evaluate.load_candidates"):
+    for name in ("infer.convert.load_target", "train.distill.load_tokenizer"):
         monkeypatch.setattr(name, None)
-    for name in ("train.distill.load_tokenizer", "train.pretrain.load_tokenizer"):
-        monkeypatch.setattr(name, None)
-    (settings / "model").mkdir()
-    shutil.copy(DEMO / "target" / "config.json", settings / "model")
-    (settings / "file").write_text("mine")
-    link = settings / "link.png"
-    link.symlink_to(settings / "unmounted" / "disk")
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("mine")
+    link.symlink_to(tmp_path / "unmounted" / "disk")
     both = ["--target", pair / "target", "--draft", pair / "draft"]
-    for output, why in ((settings / "file", "is a file"), (link, "is a dangling link to ")):
+    for output, why in ((file, "is a file"), (link, "is a dangling link to ")):
         for command in (
-            ["infer.convert", *both, "--output", output, "--overwrite"],
+            ["infer.convert", *both, "--overwrite", "--output", output],
             ["infer.evaluate", *both, "--output", output],
-            trained(settings, "pretrain", output),
-            trained(settings, "distill", output),
-            [*trained(settings, "distill", settings / "new"), "--run.directory", output],
+            ["train.distill", *train, output],
+            ["train.distill", *train, tmp_path / "new", "--run.directory", output],
         ):
             line = run(*command).refusal()
             assert f"cannot write {output}: " in line and why in line, command
-    for command in (
-        ["train.plot", settings, "--output", link],
-        ["train.regenerate", *both[:2], "--prompts", settings, "--output", link],
-        ["infer.check", *both[:2], "--write-golden", link],
-    ):
-        assert "is a dangling link to " in run(*command).refusal()
-    start = ["--init-from", settings / "model"]
-    line = run(*trained(settings, "distill", settings / "model"), *start).refusal()
-    assert "choose another output" in line
-    assert (settings / "file").read_text() == "mine" and link.is_symlink()
+    golden = run("infer.check", *both[:2], "--write-golden", link).refusal()
+    assert "is a dangling link to " in golden
+    assert file.read_text() == "mine" and link.is_symlink()
 
 
 # ---- one file -----------------------------------------------------------------------------
@@ -297,9 +259,6 @@ def test_a_ready_file_behind_a_link_is_removed_and_not_the_link(tmp_path):
     link.symlink_to(ready)
     bind("127.0.0.1", 0, str(link)).close()
     assert link.is_symlink() and not ready.exists()
-    os.mkfifo(tmp_path / "pipe")  # no file of ours, as /dev/null is none
-    bind("127.0.0.1", 0, str(tmp_path / "pipe")).close()
-    assert (tmp_path / "pipe").exists()
 
 
 def test_a_file_that_is_not_ours_is_kept(run, pair, tmp_path):
