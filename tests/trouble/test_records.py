@@ -53,12 +53,6 @@ def data_lines(run, tmp_path):
     return lines
 
 
-def figures(line: str) -> tuple[int, ...]:
-    """Conversations, dropped ones, tokens and tokens of answers."""
-    found = re.match(r"data: (\d+) .*?, (\d+) dropped.*, (\d+) tokens, (\d+) of them", line)
-    return tuple(map(int, found.groups()))
-
-
 @pytest.fixture
 def prompts_of(run):
     """The ids of the prompts that infer.generate reads of a file, and its lines."""
@@ -92,8 +86,9 @@ def test_messages_come_before_a_rendered_text(data_lines, tmp_path):
     text = {"text": "### user: Hi there\n### assistant: Hello!"}
     mixed = [{"messages": HELLO}, {"messages": HELLO} | text, {"messages": HELLO} | text]
     line, told = data_lines(write(tmp_path / "a.jsonl", *mixed))
-    kept, dropped, tokens, answers = figures(line)
-    assert (kept, dropped, tokens % 3, answers % 3) == (3, 0, 0, 0) and answers < tokens
+    found = re.match(r"data: 3 .*?, 0 dropped.*, (\d+) tokens, (\d+) of them", line)
+    tokens, answers = map(int, found.groups())
+    assert tokens % 3 == answers % 3 == 0 and answers < tokens
     assert "`text` (2)" in told and "3 records" in told
 
 

@@ -82,18 +82,6 @@ def _until(terminal: int, end: bytes) -> bytes:
     return seen
 
 
-@pytest.mark.slow
-def test_folders_whose_names_are_not_utf8(start, tmp_path):
-    """And a mark of byte order at the beginning of a file."""
-    folder = tmp_path / "caf\udce9"
-    folder.mkdir()
-    prompts = folder / "prompts.jsonl"
-    prompts.write_bytes(b'\xef\xbb\xbf{"prompt": "Hello"}\n')
-    cache = {"XDG_CACHE_HOME": str(folder), "JAX_COMPILATION_CACHE_DIR": str(folder / "jax")}
-    done = start("infer.generate", *PLAIN[:-2], "--prompts", prompts, **cache)
-    assert done.code == 0 and done.out.strip(), done
-
-
 # ---- servers -------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infer.cli.flags.pair import DEMO
 from moa_jax.pretrained import describe_target
 from tests.model_folders import edit_json, edit_tensors, tensors_of
 
@@ -97,19 +96,6 @@ def test_a_drafter_knows_its_target_padded_and_with_a_tokenizer_written_anew(
     write_tokenizer(padded, [*WORDS[:40], "w60", *WORDS[41:60], "w40", *WORDS[61:]])
     line = run("infer.generate", "--target", padded, *flags).refusal()
     assert "belongs to another target: the vocabulary (ids:sha256) is 101:" in line
-
-
-def test_a_drafter_of_an_earlier_version_names_the_id_where_its_target_is_beside_it(run, tmp_path):
-    """The bundled drafter states the hash of a file, and that file is beside it."""
-    target = shutil.copytree(DEMO / "target", tmp_path / "target")
-    content = json.loads((target / "tokenizer.json").read_text())
-    vocab = content["model"]["vocab"]
-    one, other = (next(t for t, i in vocab.items() if i == index) for index in (300, 301))
-    vocab |= {one: 301, other: 300}
-    (target / "tokenizer.json").write_text(json.dumps(content))
-    flags = ("--draft", DEMO / "draft", "--prompt-ids", "5", "--mode", "chain")
-    line = run("infer.generate", "--target", target, *flags).refusal()
-    assert f"the token of id 300 is {one!r} in its files and {other!r} in the target" in line
 
 
 # ---- ends of turns ------------------------------------------------------------------------
