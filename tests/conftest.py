@@ -177,12 +177,6 @@ def arrays_of(path: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="session")
-def goldens() -> Path:
-    """The folder of golden cases; a test that asks for it should carry the mark `golden`."""
-    return golden_folder() or pytest.skip(NO_GOLDENS)
-
-
-@pytest.fixture(scope="session")
 def data() -> Path:
     """The folder with `chat/`, `text/` and `specbench/`."""
     return data_folder() or pytest.skip(NO_DATA)

