@@ -185,31 +185,26 @@ def test_the_forks_config_has_what_it_reads(pair, tmp_path):
     assert FIELDS - {N} <= set(config)
 
 
-@pytest.mark.parametrize(
-    "family, says",
-    [
+def test_what_the_fork_cannot_run_is_not_written_for_it(saved, tmp_path):
+    for family, says in (
         ("llama", "different key-value heads"),
         ("llama31", "scaled rotary embeddings"),
         ("qwen3", "biases or norms"),
-    ],
-)
-def test_what_the_fork_cannot_run_is_not_written_for_it(saved, tmp_path, family, says):
-    source = {name: saved / family / name for name in ("target", "draft")}
-    assert says in refusal(convert, **source, to="vllm", output=tmp_path / "new")
-    assert not (tmp_path / "new").exists()
+    ):
+        source = {name: saved / family / name for name in ("target", "draft")}
+        assert says in refusal(convert, **source, to="vllm", output=tmp_path / "new")
+        assert not (tmp_path / "new").exists()
 
 
-def test_dtypes_convert_and_existing_folders_stay(pair, tmp_path, capsys):
+def test_dtypes_convert(pair, tmp_path, capsys):
     new, target = tmp_path / "new", pair / "target"
     flags = dict(target=target, draft=pair / "draft", dtype="bfloat16")
     convert("--json", *STATED, **flags, output=new)
     done = json.loads(capsys.readouterr().out)
     assert (done["layout"], done["dtype"], done["notices"]) == ("ours", "bfloat16", [])
     assert stored_dtype(new) == "bfloat16"
-    assert "--overwrite" in refusal(convert, target=target, output=new)
     convert("--overwrite", target=target, output=new)
     assert_same_tensors(target, new)
-    assert load_target(new).config == load_target(target).config
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -69,32 +69,6 @@ def test_pieces_make_the_arrays(stored, dtype, piece_bytes, turned_on_host, tmp_
         np.testing.assert_array_equal(found, array.astype(dtype), err_msg=name)
 
 
-BOXES = {
-    "qkv": [(range(6), range(1, 2), range(5), range(4))],
-    "bias": [(range(1, 2), range(5), range(4))],
-    "gate_up": [(range(24), range(2), range(50, 100)), (range(24), range(2), range(140, 150))],
-    "out": [(range(6, 12), range(24))],
-    "embed": [(range(5, 20), range(24)), (range(36, 37), range(3, 9))],
-}
-
-
-@pytest.mark.parametrize("piece_bytes", [1, 700, 1 << 22])
-@pytest.mark.parametrize("turned", [False, True])
-def test_parts_of_arrays_are_read_alone(turned, piece_bytes, tmp_path, monkeypatch):
-    """As by one of several processes."""
-    monkeypatch.setattr(packed, "PIECE_BYTES", piece_bytes)
-    wholes = expected(save(tmp_path, "float32"))
-    wanted = [packed.Needed(TABLE[name,], turned, boxes) for name, boxes in BOXES.items()]
-    arrays = packed.read_packed(model_folder.open_tensors(tmp_path), wanted, np.float32)
-    for (name, boxes), array in zip(BOXES.items(), arrays, strict=True):
-        is_part = np.zeros(wholes[name].shape, bool)
-        for box in boxes:
-            is_part[tuple(slice(each.start, each.stop) for each in box)] = True
-        if TABLE[name,].turns and not turned:
-            array = np.moveaxis(array, -1, 0)
-        np.testing.assert_array_equal(array, np.where(is_part, wholes[name], 0), err_msg=name)
-
-
 def test_a_file_that_ends_while_it_is_read(tmp_path):
     """Using what was mapped of it would end the process."""
     save(tmp_path, "float32")
