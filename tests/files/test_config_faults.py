@@ -90,13 +90,6 @@ def test_faults_of_a_config_are_one_line(pair, tmp_path, kind, change, says):
     assert says in said and str(folder) in said
 
 
-def test_a_key_that_stands_twice_is_refused(pair):
-    path = pair / "target" / "config.json"
-    path.write_text(path.read_text().replace("{", '{"vocab_size": 9, ', 1))
-    said = refusal(load_target, pair / "target")
-    assert "'vocab_size' is 9 and 101" in said and str(path) in said
-
-
 def test_harmless_keys_pass(pair, tmp_path):
     harmless = {
         "attention_multiplier": 10**-0.5,

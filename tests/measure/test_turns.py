@@ -15,8 +15,3 @@ def test_the_first_time_warms_up_and_is_not_counted():
     assert sorted(counted) == sorted(
         2 * [(question, way) for question in (0, 1, 2) for way in (0, 1)]
     )
-
-
-def test_a_question_that_is_repeated_begins_with_another_way():
-    first = [turn.way for turn in in_turns(2, 1, repeats=4) if turn.is_counted][::2]
-    assert first == [0, 1, 0, 1]

@@ -20,11 +20,6 @@ def test_a_backend_that_is_not_there_is_one_line(start):
     assert "JAX_PLATFORMS=nonsense" in line and "set it to cpu" in line
 
 
-def test_a_variable_that_turns_compiling_off_is_named(start):
-    line = start("infer.generate", *PROMPT, JAX_DISABLE_JIT="1", JAX_PLATFORMS="cpu").refusal()
-    assert "JAX_DISABLE_JIT is on" in line
-
-
 @pytest.mark.parametrize(
     "command",
     [
