@@ -232,8 +232,7 @@ def test_a_picture_stays_with_its_link_and_mode(run, tmp_path, monkeypatch):
     drawn = picture.read_bytes()
     assert drawn[1:4] == b"PNG"
 
-    def full_disk(self: object, to: Path, **_: object) -> None:
-        to.write_bytes(b"half")
+    def full_disk(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", full_disk)
@@ -250,13 +249,14 @@ def test_a_file_that_is_not_ours_is_kept(run, pair, tmp_path):
     for file in (notes, partial, report):
         file.write_text("mine")
     before, target = content_of(tmp_path), ["--target", pair / "target"]
+    nowhere = ["--port", 0, "--target", tmp_path]
     answers = ["--prompts", prompts, "--max-prompt", 20, "--output", tmp_path / "answers.jsonl"]
     for command, says in (
         (["train.regenerate", "--target", DEMO / "target", *answers], "has no header"),
         (["infer.evaluate", *target, "--draft", pair / "draft", "--output", tmp_path], "report.md"),
         (["infer.check", *target, "--write-golden", prompts], f"{prompts}: not a golden file"),
-        (["infer.serve", *target, "--ready-file", notes], f"{notes}: not a ready file"),
-        (["infer.server", *target, "--ready-file", notes], f"{notes}: not a ready file"),
+        (["infer.serve", *nowhere, "--ready-file", notes], f"{notes}: not a ready file"),
+        (["infer.server", *nowhere, "--ready-file", notes], f"{notes}: not a ready file"),
     ):
         assert says in run(*command).refusal()
         assert content_of(tmp_path) == before
