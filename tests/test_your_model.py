@@ -24,7 +24,7 @@ def test_the_commands_of_the_page_lead_from_prompts_to_an_answer(tmp_path):
         "tail -n 8": "tail -n 2",
         "--output $RUN/answers.jsonl": "--output $RUN/answers.jsonl --max-new-tokens 48",
         "--output $RUN/validation.jsonl": "--output $RUN/validation.jsonl --max-new-tokens 48",
-        "--config configs/tiny.py": "--config configs/tiny.py --optim.total_steps 30",
+        "--config configs/tiny.py": "--config configs/tiny.py --optim.total_steps 40",
         "--output $RUN/evaluation": "--output $RUN/evaluation --modes chain --max-new-tokens 32",
     }.items():
         assert script.count(ours) == 1, ours

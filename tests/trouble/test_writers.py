@@ -232,10 +232,12 @@ def test_a_picture_stays_with_its_link_and_mode(run, tmp_path, monkeypatch):
     drawn = picture.read_bytes()
     assert drawn[1:4] == b"PNG"
 
-    def full_disk(*_: object, **__: object) -> None:
+    def full_disk(fresh: Path, content: bytes) -> None:
+        with fresh.open("wb") as file:
+            file.write(content[:9])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full_disk)
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
     line = run("train.plot", tmp_path, "--output", link).refusal()
     assert "No space left on device" in line and picture.read_bytes() == drawn
     assert [path.name for path in picture.parent.iterdir()] == ["curves.png"]
