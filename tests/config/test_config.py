@@ -61,7 +61,6 @@ def test_a_chain_has_an_end():
     "text, says",
     [
         ("config = (", "SyntaxError: "),
-        ("import no_such_module", " line 1: ModuleNotFoundError: No module named"),
         ("\nconfig = Distil()", " line 2: NameError: name 'Distil' is not defined"),
         ("confg = 1", " defines no `config`; name a file with a PretrainConfig or DistillConfig"),
         ("import dataclasses, configs.tiny as t\n"

@@ -55,7 +55,6 @@ FAULTS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({N: 6}, "target_layer_inference is 6, but the target has 5 layers"),
         ({"method": "eagle9"}, "holds a drafter of kind 'eagle9'"),
         ({"layer_mixing": "sum"}, "layer_mixing is 'sum'; give one of attention, mean"),
-        ({"hidden_in_memory": True}, "but the tensor Hidden2E.weight is missing"),
         ({"rope_theta": 5e5, "rope_parameters": None}, "rope_theta is 500000.0 in its files"),
     ],
     "eagle3": [

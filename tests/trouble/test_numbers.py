@@ -40,7 +40,6 @@ def models(pair: Path) -> tuple[object, ...]:
     "model, name, change, mode, says",
     [
         ("target", WEIGHT, nan_at(0, 3), "plain", f"after 3 tokens hold NaN or infinity: {WEIGHT}"),
-        ("target", WEIGHT, nan_at(0, 3), "tree", f"after 3 tokens hold NaN or infinity: {WEIGHT}"),
         ("target", "lm_head.weight", nan_at(40, 0), "plain", "NaN or infinity: lm_head.weight"),
         (
             *("target", "model.norm.weight", lambda tensor: tensor.fill(3e38), "plain"),
