@@ -13,6 +13,7 @@ import importlib
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -52,51 +53,13 @@ NO_GOLDENS = "no golden data: set MOA_GOLDENS to its folder, or put it at ../sha
 NO_DATA = "no data; set MOA_DATA to its folder, or put it at ../shared/data"
 
 
-# The files that take longest, most of it in slow tests. Workers take files in this order, so that
-# none is left alone with one of them at the end.
-LONGEST = (
-    "decode/test_mesh.py",
-    "decode/test_smollm2_exact.py",
-    "model/test_smollm2.py",
-    "split/test_disconnect_pairs.py",
-    "decode/test_trees.py",
-    "split/test_disconnect.py",
-    "split/test_disconnect_replies.py",
-    "decode/test_spec.py",
-    "decode/test_engine.py",
-    "decode/test_engine_sizes.py",
-    "decode/test_engine_late.py",
-    "serve/test_endurance.py",
-    "serve/test_processes.py",
-    "decode/test_switching.py",
-    "aot/test_lowering.py",
-    "aot/test_plan_program.py",
-    "drafters/test_ablations.py",
-    "test_your_model.py",
-    "train/test_regenerate_endpoint.py",
-    "decode/test_sampling_texts.py",
-    "aot/test_decode_plan_program.py",
-    "split/test_split_bench.py",
-    "serve/test_clients.py",
-    "train/test_processes.py",
-    "train/test_grid.py",
-    "drafters/test_moa.py",
-    "infer/test_generate.py",
-    "infer/test_bench_serve.py",
-    "infer/test_programs_on_meshes.py",
-    "decode/test_chunks.py",
-    "train/test_training.py",
-    "train/test_target_cache.py",
-    "train/test_regenerate.py",
-    "train/test_mesh.py",
-    "split/test_split.py",
-)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; xdist keeps this order when told `--no-loadscope-reorder`."""
-    rank = {Path(__file__).parent / name: index for index, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+    """Files with the most slow tests first, so that none of them is left for the end.
+
+    Workers take whole files; xdist keeps this order when told `--no-loadscope-reorder`.
+    """
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 def pytest_collection_finish() -> None:
@@ -211,12 +174,6 @@ def arrays_of(path: Path) -> dict[str, np.ndarray]:
     """All arrays of an npz file, which is closed again."""
     with np.load(path) as file:
         return dict(file)
-
-
-@pytest.fixture(scope="session")
-def goldens() -> Path:
-    """The folder of golden cases; a test that asks for it should carry the mark `golden`."""
-    return golden_folder() or pytest.skip(NO_GOLDENS)
 
 
 @pytest.fixture(scope="session")

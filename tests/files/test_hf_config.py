@@ -10,7 +10,6 @@ import transformers
 
 from moa_jax.config import BlockConfig, MoaConfig, RopeScaling, TargetConfig
 from moa_jax.drafters.moa import files
-from moa_jax.errors import InputError
 from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf
 from moa_jax.model import convert
 
@@ -24,42 +23,32 @@ BLOCK = BlockConfig(
     rope_theta=5e5,
     rope_scaling=None,
 )
-LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
 FLAGS = {
     "llama": {},
-    "llama31": dict(rope_scaling=LLAMA3),
+    "llama31": dict(rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64)),
     "linear": dict(rope_scaling=RopeScaling("linear", 2.0)),
-    "llama_bias": dict(qkv_bias=True, out_bias=True),
-    "llama_mlp_bias": dict(mlp_bias=True),
+    "llama_bias": dict(qkv_bias=True, out_bias=True, mlp_bias=True),
     "qwen2": dict(qkv_bias=True),
     "qwen3": dict(qk_norm=True),
     "qwen3_bias": dict(qk_norm=True, qkv_bias=True, out_bias=True),
 }
-MOA = MoaConfig(3, 40, 2, 36, 1, 28, target_layer_inference=1)
 
 
-def config_of(name, **changes):
+def config_of(name, tied=False):
     family = name[:5] if name.startswith("qwen") else "llama"
     block = dataclasses.replace(BLOCK, **FLAGS[name])
-    fields = dict(vocab_size=50, num_layers=3, tie_word_embeddings=False)
-    return TargetConfig(family, block=block, max_position_embeddings=99, **fields | changes)
+    return TargetConfig(family, 50, 3, block, tie_word_embeddings=tied, max_position_embeddings=99)
 
 
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_config_survives_writing_and_reading(name, tied):
-    cfg = config_of(name, tie_word_embeddings=tied)
-    assert target_config_from_hf(target_config_to_hf(cfg)) == cfg
-
-
-@pytest.mark.parametrize("name", FLAGS)
-def test_transformers_reads_our_config_and_we_read_its_own(name):
-    cfg = config_of(name)
+def test_transformers_reads_our_config_and_we_read_its_own(name, tied):
+    cfg = config_of(name, tied)
     written = target_config_to_hf(cfg)
     theirs = transformers.AutoConfig.for_model(**written)
     assert "rope_parameters" in theirs.to_dict() and "rope_scaling" in written
-    assert target_config_from_hf(theirs.to_dict()) == cfg
-    assert target_config_from_hf(theirs.to_diff_dict()) == cfg
+    for read in (written, theirs.to_dict(), theirs.to_diff_dict()):
+        assert target_config_from_hf(read) == cfg
 
 
 def test_older_spellings_are_read():
@@ -75,17 +64,11 @@ def test_older_spellings_are_read():
     assert (read.block.num_kv_heads, read.block.head_dim) == (6, 4)
 
 
-def test_an_unused_sliding_window_is_no_matter():
+def test_an_unused_sliding_window_does_not_matter():
     config = target_config_to_hf(config_of("qwen2")) | {"sliding_window": 16}
     windows = {"use_sliding_window": True, "max_window_layers": 3}  # the first 3 of 3 are full
     assert target_config_from_hf(config | windows) == config_of("qwen2")
     assert target_config_from_hf(config | {"use_sliding_window": False}) == config_of("qwen2")
-
-
-def test_a_family_is_not_made_to_say_what_it_cannot():
-    cfg = dataclasses.replace(config_of("llama"), family="qwen2")
-    with pytest.raises(InputError, match="qwen2 config cannot say these biases"):
-        target_config_to_hf(cfg)
 
 
 def test_llama_3_8b_counts_its_known_parameters():

@@ -1,22 +1,17 @@
-"""Stored tensors become packed arrays piece by piece, two arrays at a time."""
+"""Stored tensors become packed arrays piece by piece."""
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-import time
-import weakref
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from moa_jax.errors import InputError
 from moa_jax.files import device_loader, model_folder, packed
 from moa_jax.model import convert
-from tests.meeting import wait_for
 from tests.model_folders import refusal
 
 QKV, OUT, BIAS, GATE_UP = ("q", "k", "v"), ("out",), ("q_bias", "k_bias", "v_bias"), ("g", "u")
@@ -58,16 +53,10 @@ def expected(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("turned_on_host", [None, 0])
-@pytest.mark.parametrize("piece_bytes", [1, 200, 7000, 1 << 22])
+@pytest.mark.parametrize("piece_bytes", [1, 200, 1 << 22])
 @pytest.mark.parametrize(
     "stored, dtype",
-    [
-        ("bfloat16", "float32"),
-        ("bfloat16", "bfloat16"),
-        ("float16", "bfloat16"),
-        ("float32", "bfloat16"),
-        ("float64", "float32"),
-    ],
+    [("bfloat16", "bfloat16"), ("float16", "bfloat16"), ("float64", "float32")],
 )
 def test_pieces_make_the_arrays(stored, dtype, piece_bytes, turned_on_host, tmp_path, monkeypatch):
     monkeypatch.setattr(packed, "PIECE_BYTES", piece_bytes)
@@ -80,59 +69,6 @@ def test_pieces_make_the_arrays(stored, dtype, piece_bytes, turned_on_host, tmp_
         np.testing.assert_array_equal(found, array.astype(dtype), err_msg=name)
 
 
-BOXES = {
-    "qkv": [
-        (range(24), range(1, 2), range(5), range(4)),
-        (range(6), range(0, 1), range(5), range(4)),
-    ],
-    "bias": [(range(1, 2), range(5), range(4))],
-    "gate_up": [(range(24), range(2), range(50, 100)), (range(24), range(2), range(140, 150))],
-    "out": [(range(6, 12), range(24))],
-    "embed": [(range(5, 20), range(24)), (range(36, 37), range(3, 9))],
-}
-
-
-@pytest.mark.parametrize("piece_bytes", [1, 700, 1 << 22])
-@pytest.mark.parametrize("turned", [False, True])
-def test_parts_of_arrays_are_read_alone(turned, piece_bytes, tmp_path, monkeypatch):
-    """As by one of several processes; every number of a part is read once, and no other."""
-    fill, read = packed._fill, []
-    monkeypatch.setattr(
-        packed, "_fill", lambda piece: read.append(piece.given_OI.size) or fill(piece)
-    )
-    monkeypatch.setattr(packed, "PIECE_BYTES", piece_bytes)
-    wholes = expected(save(tmp_path, "float32"))
-    wanted = [packed.Needed(TABLE[name,], turned, boxes) for name, boxes in BOXES.items()]
-    arrays = packed.read_packed(model_folder.open_tensors(tmp_path), wanted, np.float32)
-    for (name, boxes), array in zip(BOXES.items(), arrays, strict=True):
-        is_part = np.zeros(wholes[name].shape, bool)
-        for box in boxes:
-            is_part[tuple(slice(each.start, each.stop) for each in box)] = True
-        if TABLE[name,].turns and not turned:
-            array = np.moveaxis(array, -1, 0)
-        np.testing.assert_array_equal(array, np.where(is_part, wholes[name], 0), err_msg=name)
-    assert sum(read) == sum(math.prod(map(len, box)) for boxes in BOXES.values() for box in boxes)
-
-
-@pytest.mark.parametrize("turned_on_host", [None, 0])
-def test_what_a_thread_finds_reaches_the_caller(turned_on_host, tmp_path, monkeypatch):
-    monkeypatch.setattr(device_loader, "TURNED_ON_HOST", turned_on_host)
-    save(tmp_path, "bfloat16")
-    names, threads = [], set(threading.enumerate())
-
-    def broken(*_, **__):
-        names.append(threading.current_thread().name)
-        raise InputError("the disk is on fire; leave")
-
-    monkeypatch.setattr(packed.np, "copyto", broken)
-    reader = model_folder.open_tensors(tmp_path)
-    assert (
-        refusal(device_loader.read_params, reader, TABLE, "float32") == "the disk is on fire; leave"
-    )
-    assert names and all(name.startswith("read") for name in names)
-    assert set(threading.enumerate()) <= threads
-
-
 def test_a_file_that_ends_while_it_is_read(tmp_path):
     """Using what was mapped of it would end the process."""
     save(tmp_path, "float32")
@@ -142,31 +78,3 @@ def test_a_file_that_ends_while_it_is_read(tmp_path):
     said = refusal(device_loader.read_params, reader, TABLE, "float32")
     assert said.startswith(f"{path} ends within ") and said.endswith("; fetch it again")
     assert set(threading.enumerate()) <= threads
-
-
-def test_two_arrays_are_held(tmp_path, monkeypatch):
-    """However long a caller takes with one: threads read the next, and none after it."""
-    made: list[weakref.ref] = []
-    paged = packed._paged
-
-    def watched(shape, dtype):
-        array = paged(shape, dtype)
-        made.append(weakref.ref(array.base))
-        return array
-
-    monkeypatch.setattr(packed, "_paged", watched)
-    save(tmp_path, "float32")
-    packings = [packed.Needed(packing, True) for packing in TABLE.values()] * 3
-    arrays = packed.read_packed(model_folder.open_tensors(tmp_path), packings, np.float32)
-    most = []
-    alive = lambda: sum(each() is not None for each in made)
-    for index in range(len(packings)):
-        array = next(arrays)
-        time.sleep(0.01)
-        assert len(made) == min(index + 2, len(packings))
-        wait_for(lambda: alive() <= 2)  # a reader's thread may not have let go yet
-        most.append(alive())
-        del array
-    arrays.close()
-    assert max(most) == 2
-    assert not any(each() is not None for each in made)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from moa_jax.files.token_ids import fingerprint, first_difference, is_same, read_token_ids
+from moa_jax.files.token_ids import read_token_ids
 from moa_jax.files.turn_ends import TokenizerEnds, read_ends
 from tests.model_folders import refusal
 
@@ -33,40 +33,11 @@ def test_one_vocabulary_in_several_files(write):
     late = {"2": {"content": "<end>"}, "1": {"content": "<taken>"}}
     for vocab, added, settings in (
         (whole, {}, {}),
-        (whole, {"<end>": 2}, {}),
-        ({"a": 0, "b": 1}, {"<end>": 2}, {}),
         ({"a": 0, "b": 1}, {}, {"added_tokens_decoder": late}),
         ([["a", -1.5], ["b", -2.5]], {"<end>": 2}, {}),  # as Unigram has it
         (whole | {"[PAD3]": 3, "[PAD4]": 4}, {}, {}),  # as llama.cpp fills rows up
     ):
         assert read_token_ids(write(vocab, added, **settings)) == whole
-
-
-def test_fingerprints_hold_for_vocabularies_with_more_tokens(write):
-    tokens = {"a": 0, "b": 1}
-    stated = fingerprint(tokens)
-    assert stated.startswith("2:")
-    for vocab, same in (
-        ({"b": 1, "a": 0}, True),
-        (tokens | {"c": 2}, True),
-        ({"a": 0}, False),
-        ({"a": 1, "b": 0}, False),
-        ({"a": 0, "b": 1, "c": 1}, False),
-    ):
-        folder = write(vocab)
-        assert is_same(folder, read_token_ids(folder), stated, None) == same
-    assert is_same(folder, None, stated, None) is None
-    assert is_same(folder, tokens, None, None) is None
-    assert is_same(folder, tokens, None, "0" * 64) is None
-
-
-def test_the_first_difference():
-    tokens = {"a": 0, "b": 1, "c": 2, "d": 3}
-    assert first_difference(tokens, tokens | {"e": 4}) is None
-    assert first_difference({"a": 0}, tokens) is None
-    assert first_difference(tokens, {"a": 0, "b": 1, "d": 2, "c": 3}) == (2, "c", "d")
-    assert first_difference({"a": 0, "b": 5}, {"a": 0, "b": 3}) == (3, None, "b")
-    assert first_difference({"x": 7}, {"y": 7}) == (7, "x", "y")
 
 
 def test_a_damaged_vocabulary_is_one_line(write):
@@ -86,14 +57,8 @@ TEMPLATES = {
         "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}",
         11,
     ),
-    "generation": (
-        ROLE + "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}",
-        13,
-    ),
     "text": (ROLE + "### {{ m.role }}: {{ m.content }}\n\n{% endfor %}", None),
-    "questions": (ROLE + "{% if loop.first %}<s>{{ m.content }}{% endif %}{% endfor %}", None),
     "refusing": ("{{ raise_exception('no') }}", None),
-    "broken": ("{% for %}", None),
 }
 
 

@@ -1,6 +1,6 @@
-"""Whose turn it is: nothing uncounted is left in, nobody always comes first."""
+"""The order of measurements: warm-up is not counted, and no candidate always comes first."""
 
-from moa_jax.measure.turns import Turn, in_turns, rotated
+from moa_jax.measure.turns import in_turns
 
 
 def test_each_question_goes_through_all_ways_another_one_first():
@@ -15,10 +15,3 @@ def test_the_first_time_warms_up_and_is_not_counted():
     assert sorted(counted) == sorted(
         2 * [(question, way) for question in (0, 1, 2) for way in (0, 1)]
     )
-
-
-def test_a_question_that_is_repeated_begins_with_another_way():
-    first = [turn.way for turn in in_turns(2, 1, repeats=4) if turn.is_counted][::2]
-    assert first == [0, 1, 0, 1]
-    assert [rotated("abc", index) for index in (0, 4)] == [["a", "b", "c"], ["b", "c", "a"]]
-    assert list(in_turns(1, 1)) == [Turn(0, 0, False), Turn(0, 0, True)]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from infer.info import ROOT
 from tests.conftest import Done
+from tests.meeting import wait_for
 
 
 @pytest.fixture
@@ -19,11 +23,7 @@ def start() -> Callable[..., Done]:
     """Runs a program in a process of its own: slower, with streams and variables of its own."""
 
     def start(
-        name: str,
-        *arguments: object,
-        stdin: bytes = b"",
-        cwd: Path = ROOT,
-        **variables: str,
+        name: str, *arguments: object, stdin: bytes = b"", cwd: Path = ROOT, **variables: str
     ) -> Done:
         command = [sys.executable, "-m", name, *map(str, arguments)]
         done = subprocess.run(
@@ -33,3 +33,26 @@ def start() -> Callable[..., Done]:
         return Done(done.returncode, out, err)
 
     return start
+
+
+@pytest.fixture
+def served(tmp_path) -> Callable[..., contextlib.AbstractContextManager]:
+    """Starts a server whose streams bash redirects; its address without /v1, and its process."""
+
+    @contextlib.contextmanager
+    def served(
+        name: str, *flags: object, streams: str = "2>/dev/null"
+    ) -> Iterator[tuple[str, subprocess.Popen]]:
+        ready = tmp_path / f"{name}.json"
+        words = [sys.executable, "-m", name, "--port", 0, "--ready-file", ready, *flags]
+        command = f"exec {shlex.join(map(str, words))} {streams}"
+        process = subprocess.Popen(["bash", "-c", command], cwd=ROOT)
+        try:
+            wait_for(lambda: ready.exists() or process.poll() is not None, 120)
+            found = json.loads(ready.read_text())
+            yield f"http://127.0.0.1:{found['port']}", process
+        finally:
+            process.kill()
+            process.wait()
+
+    return served

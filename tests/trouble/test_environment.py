@@ -1,10 +1,15 @@
-"""What a machine and its variables do to programs: one line, or the same answer."""
+"""The machine, its variables and local files of a user: one line says what to change."""
 
 from __future__ import annotations
 
 import re
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
 
 import pytest
+
+from infer.info import ROOT
 
 PROMPT = ("--prompt", "Hello", "--max-new-tokens", 4, "--mode", "plain")
 SIZES = r"need \S+ GiB of memory, and \w+ has \S+ GiB; lower .*"
@@ -15,28 +20,36 @@ def test_a_backend_that_is_not_there_is_one_line(start):
     assert "JAX_PLATFORMS=nonsense" in line and "set it to cpu" in line
 
 
-def test_a_variable_that_turns_compiling_off_is_named(start):
-    line = start("infer.generate", *PROMPT, JAX_DISABLE_JIT="1", JAX_PLATFORMS="cpu").refusal()
-    assert "JAX_DISABLE_JIT is on" in line
-
-
-@pytest.mark.slow
-def test_64_bits_change_no_answer(run, start):
-    wide = start("infer.generate", *PROMPT, JAX_ENABLE_X64="1", JAX_PLATFORMS="cpu")
-    assert wide.code == 0, wide.err
-    assert wide.out == run("infer.generate", *PROMPT).out
-
-
 @pytest.mark.parametrize(
-    "program, flags, lowered",
+    "command",
     [
-        ("infer.generate", ("--prompt", "Hello", "--cache-rows", 900_000_000), "--cache-rows"),
-        ("infer.generate", ("--prompt", "Hello", "--cache-rows", 10**22), "--cache-rows"),
-        ("infer.serve", ("--port", 0, "--slots", 100_000), "--slots"),
-        ("infer.serve", ("--port", 0, "--slots", 10**20), "--slots"),
-        ("infer.server", ("--port", 0, "--slots", 100_000), "--slots"),
+        ("infer.generate", "--prompt", "Hello", "--cache-rows", 10**22),
+        ("infer.serve", "--port", 0, "--slots", 100_000),
+        ("infer.server", "--port", 0, "--slots", 100_000),
     ],
 )
-def test_more_memory_than_there_is_is_refused_before_it_is_taken(program, flags, lowered, run):
-    line = run(program, *flags).refusal()
-    assert re.search(SIZES, line) and lowered in line
+def test_more_memory_than_there_is_is_refused_before_it_is_taken(run, command):
+    line = run(*command).refusal()
+    assert re.search(SIZES, line) and command[-2] in line
+
+
+# ---- local files with the names of ours -----------------------------------------------------
+
+
+def test_each_program_has_a_command_that_nothing_shadows(monkeypatch, capsys):
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    files = [*(ROOT / "infer").glob("*.py"), *(ROOT / "train").glob("*.py")]
+    programs = {f"{f.parent.name}.{f.stem}" for f in files if "__main__" in f.read_text()}
+    programs |= {f"infer.{f.parent.name}" for f in (ROOT / "infer").glob("*/__main__.py")}
+    assert {value.partition(":")[2] for value in table.values()} == programs
+    for name in ("moa-generate", "moa-distill"):
+        monkeypatch.setattr(sys, "argv", [name, "--no-such-flag"])
+        with pytest.raises(SystemExit):
+            EntryPoint(name, table[name], "console_scripts").load()()
+        assert capsys.readouterr().err.startswith(f"{table[name].partition(':')[2]}: ")
+
+
+def test_a_local_infer_is_named(start, tmp_path):
+    (tmp_path / "infer.py").write_text("raise SystemExit('the own file runs')")
+    line = start("train.distill", "--help", cwd=tmp_path, PYTHONPATH=str(ROOT)).refusal()
+    assert f"{tmp_path}/infer.py shadows infer" in line and "moa-distill" in line

@@ -13,7 +13,6 @@ from infer.cli.flags.pair import DEMO
 from infer.info import ROOT
 from moa_jax.data.tokenizer import load_tokenizer
 from tests.train.fake_endpoint import FakeEndpoint, served
-from tests.train.test_regenerate import save_talkative_target
 
 TARGET = DEMO / "target"
 HELLO = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello!"}]
@@ -54,12 +53,6 @@ def data_lines(run, tmp_path):
     return lines
 
 
-def figures(line: str) -> tuple[int, ...]:
-    """Conversations, dropped ones, tokens and tokens of answers."""
-    found = re.match(r"data: (\d+) .*?, (\d+) dropped.*, (\d+) tokens, (\d+) of them", line)
-    return tuple(map(int, found.groups()))
-
-
 @pytest.fixture
 def prompts_of(run):
     """The ids of the prompts that infer.generate reads of a file, and its lines."""
@@ -88,55 +81,35 @@ def answers_of(run, tmp_path):
     return answers
 
 
-@pytest.fixture
-def count(run, tmp_path):
-    """The number of answer tokens that train.vocabulary counts in a file, and its lines."""
-
-    def count(file: Path) -> tuple[int, str]:
-        output = tmp_path / "vocabulary.safetensors"
-        output.unlink(missing_ok=True)
-        flags = ("--target", TARGET, "--size", 300, "--output", output)
-        done = run("train.vocabulary", "--corpus", file, *flags)
-        assert done.code == 0, done
-        return int(re.search(r"of (\d+) answer tokens", done.out)[1]), done.err
-
-    return count
-
-
 def test_messages_come_before_a_rendered_text(data_lines, tmp_path):
     """The text has no mark of an answer and no end of a turn."""
     text = {"text": "### user: Hi there\n### assistant: Hello!"}
     mixed = [{"messages": HELLO}, {"messages": HELLO} | text, {"messages": HELLO} | text]
     line, told = data_lines(write(tmp_path / "a.jsonl", *mixed))
-    kept, dropped, tokens, answers = figures(line)
-    assert (kept, dropped, tokens % 3, answers % 3) == (3, 0, 0, 0) and answers < tokens
+    found = re.match(r"data: 3 .*?, 0 dropped.*, (\d+) tokens, (\d+) of them", line)
+    tokens, answers = map(int, found.groups())
+    assert tokens % 3 == answers % 3 == 0 and answers < tokens
     assert "`text` (2)" in told and "3 records" in told
 
 
-def test_a_null_key_is_absent(count, tmp_path):
-    """A table of two styles holds nulls of the other, in records and in messages."""
-    pairs = [({"from": None, "value": None} | m, m) for m in share_gpt(HELLO)]
-    nulls = [{"role": None, "content": None} | theirs for _, theirs in pairs]
+def test_a_null_key_is_absent(answers_of, tmp_path):
+    """Tables write null, or NaN, for what is missing, in records and in messages."""
+    nulls = [{"role": None, "content": None} | each for each in share_gpt(HELLO)]
     records = [
         {"messages": HELLO, "conversations": None, "text": None, "system": None},
-        {"messages": None, "conversations": share_gpt(HELLO), "text": None},
         {"messages": [], "conversations": nulls, "answers": None, "token_ids": None},
         {"messages": [{"from": None, "value": None} | message for message in HELLO]},
-        {"instruction": "Hi there", "input": None, "output": "Hello!", "messages": None},
+        b'{"instruction": "Hi there", "input": NaN, "output": "Hello!", "source": NaN}',
     ]
-    (one, _), (all_of_them, told) = (
-        count(write(tmp_path / "a.jsonl", *some)) for some in (records[:1], records)
-    )
-    assert all_of_them == 5 * one and "left out" not in told and "not read" not in told
+    answered, told = answers_of(write(tmp_path / "a.jsonl", *records))
+    assert [record["messages"][0] for record in answered] == [HELLO[0]] * 4
+    assert "left out" not in told and "not read" not in told
 
 
-def test_a_greeting_before_the_first_question_is_kept(count, answers_of, tmp_path):
-    """It stands in the prompt; it is no answer, as no decoder is asked for it."""
+def test_a_greeting_before_the_first_question_is_kept(answers_of, tmp_path):
     greeting = {"role": "assistant", "content": "Welcome."}
-    plain = write(tmp_path / "a.jsonl", {"conversations": share_gpt(HELLO)})
-    greeted = write(tmp_path / "b.jsonl", {"conversations": share_gpt([greeting, *HELLO])})
-    assert count(greeted)[0] == count(plain)[0]
-    (record,), _ = answers_of(greeted)
+    file = write(tmp_path / "b.jsonl", {"conversations": share_gpt([greeting, *HELLO])})
+    (record,), _ = answers_of(file)
     assert record["messages"][:2] == [greeting, HELLO[0]]
 
 
@@ -145,47 +118,32 @@ def test_a_system_text_beside_the_messages_is_in_the_prompt(prompts_of, tmp_path
     system = {"system": "Be brief."}
     records = [
         {"messages": [SYSTEM, *HELLO]},
-        {"messages": [SYSTEM, *HELLO]} | system,
         {"messages": HELLO} | system,
         {"conversations": share_gpt(HELLO)} | system,
         {"instruction": "Hi there", "output": "Hello!"} | system,
-        {"prompt": "Hi there"} | system,
         {"prompt": "Hi there", "system_prompt": "Be brief."},
-        {"prompt": [SYSTEM, HELLO[0]]},
         {"messages": [SYSTEM, *HELLO], "system": "Be loud."},
     ]
     prompts, told = prompts_of(write(tmp_path / "a.jsonl", *records))
-    assert len(prompts) == 9 and all(prompt == prompts[0] for prompt in prompts)
-    tokenizer = load_tokenizer(TARGET)
-    assert "Be brief." in tokenizer.decode(prompts[0])
-    assert tokenizer.decode(prompts[0]).endswith("<|assistant|>")
-    assert "keys that are not read, in 9 records: `system` (1)" in told
-    assert "6 of 9 prompts end before the last answer" in told
+    assert len(prompts) == 6 and all(prompt == prompts[0] for prompt in prompts)
+    text = load_tokenizer(TARGET).decode(prompts[0])
+    assert "Be brief." in text and text.endswith("<|assistant|>")
+    assert "keys that are not read, in 6 records: `system` (1)" in told
+    assert "5 of 6 prompts end before the last answer" in told
 
 
 def test_content_in_parts_is_its_text(prompts_of, answers_of, run, tmp_path):
     """In prompts and in records to train on; a part that is not text is refused by its type."""
-    part = {"type": "text", "text": "Hi there"}
-    talk = {"messages": [{"role": "user", "content": [part]}]}
+    parts = [{"type": "text", "text": "Hi there"}]
+    talk = {"messages": [{"role": "user", "content": parts}]}
     file = write(tmp_path / "a.jsonl", talk, {"messages": HELLO[:1]}, {"prompt": "Hi there"})
     (first, *others), _ = prompts_of(file)
     assert others == [first, first]
     records, _ = answers_of(file)
     assert [record["answers"][0]["prompt_ids"] for record in records] == [first, *others]
-    image = {"type": "image_url", "image_url": {"url": "x"}}
-    bad = write(tmp_path / "b.jsonl", {"messages": [{"role": "user", "content": [part, image]}]})
-    assert (
-        "line 1: a content part of type 'image_url'"
-        in run("infer.generate", "--prompts", bad).refusal()
-    )
-
-
-def test_keys_of_messages_that_are_not_read_are_named(answers_of, tmp_path):
-    thought = {"role": "assistant", "content": "Hello!", "reasoning_content": "I wonder."}
-    records = [{"messages": [HELLO[0], thought], "tools": [{"name": "add"}], "source": "shop"}]
-    _, told = answers_of(write(tmp_path / "a.jsonl", *records, {"messages": TALK, "tools": []}))
-    names = "`tools` (1), `messages.reasoning_content` (1)"
-    assert f"keys that are not read, in 2 records: {names}\n" in told
+    parts.append({"type": "image_url", "image_url": {"url": "x"}})
+    line = run("infer.generate", "--prompts", write(tmp_path / "b.jsonl", talk)).refusal()
+    assert "line 1: a content part of type 'image_url'" in line
 
 
 def test_rows_that_lack_what_was_decoded_are_counted(data_lines, tmp_path):
@@ -212,11 +170,10 @@ def test_ids_of_another_tokenizer_are_counted(data_lines, tmp_path):
 # ---- one bad record -------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory) -> Path:
+@pytest.fixture
+def wide(tmp_path) -> Path:
     """The bundled target with a tokenizer of two tokens more than the model has rows."""
-    place = tmp_path_factory.mktemp("wide") / "target"
-    shutil.copytree(TARGET, place)
+    place = shutil.copytree(TARGET, tmp_path / "target")
     tokenizer = load_tokenizer(place)
     tokenizer.add_tokens(["<|new|>", "<|unused|>"])
     tokenizer.save_pretrained(place)
@@ -226,80 +183,33 @@ def wide(tmp_path_factory) -> Path:
 BAD = [
     {"messages": [{"role": "user", "content": "<|new|>"}, HELLO[1]]},
     {"messages": [{"role": "robot", "content": "Hi"}, HELLO[1]]},
-    {"messages": [{"role": "user", "content": 3}]},
-    {"messages": []},
     {"nothing": 1},
     b'{"messages": [',
     b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-    b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
     b'{"prompt_ids": [1], "token_ids": [NaN, 1e999]}',
-    b"[1]",
 ]
+GOOD = {"messages": [HELLO[0]]}
 
 
-def test_one_bad_record_ends_no_regeneration(answers_of, run, wide, tmp_path):
+def test_one_bad_record_ends_no_regeneration(answers_of, wide, tmp_path):
     """Each is left out and counted, with the place of the first."""
-    good = {"messages": [HELLO[0]]}
-    lines = [line for bad in BAD for line in (good, bad)]
-    file = write(tmp_path / "a.jsonl", *lines)
+    file = write(tmp_path / "a.jsonl", *(line for bad in BAD for line in (GOOD, bad)))
     records, told = answers_of(file, wide)
     assert len(records) == len(BAD)
     left_out = [line for line in told.splitlines() if " left out: " in line]
     assert sum(int(line.split()[0]) for line in left_out) == len(BAD)
-    new = "1 of 20 conversations left out: ids outside the vocabulary"
+    new = "1 of 12 conversations left out: ids outside the vocabulary"
     assert any(line.startswith(new) and f"{file} line 2)" in line for line in left_out)
 
 
 @pytest.mark.slow
-def test_a_run_on_this_machine_goes_on_after_bad_records(run, tmp_path):
-    """And it does not stumble at them again, with no word of records that were good."""
-    target = save_talkative_target(tmp_path)
-    tokenizer = load_tokenizer(target)
-    tokenizer.add_tokens(["<|new|>"])
-    tokenizer.save_pretrained(target)
-    file = write(tmp_path / "a.jsonl", BAD[0], {"messages": [HELLO[0]]}, *BAD[1:])
-    flags = ("--target", target, "--max-new-tokens", 2, "--output", tmp_path / "out.jsonl")
-    done = run("train.regenerate", "--prompts", file, *flags)
-    new = "1 of 11 conversations left out: ids outside the vocabulary of 320"
-    assert done.code == 0 and new in done.err
-    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
-    bad = write(tmp_path / "b.jsonl", *BAD)
-    line = run("train.regenerate", "--prompts", bad, *flags[:-1], tmp_path / "b").refusal()
-    assert "none of 10 conversations got an answer" in line
-
-
-@pytest.mark.slow
 def test_one_bad_record_ends_no_evaluation(run, wide, tmp_path):
-    good = {"messages": [HELLO[0]]}
-    lines = [line for bad in BAD for line in (good, bad)]
-    file = write(tmp_path / "a.jsonl", *lines)
+    file = write(tmp_path / "a.jsonl", GOOD, BAD[0], GOOD, BAD[1])
     flags = ("--target", wide, "--max-new-tokens", 16, "--json", "--output", tmp_path / "out")
     done = run("infer.evaluate", "--conversations", file, *flags)
-    assert done.code == 0 and "1 of 20 records left out: a message with role 'robot'" in done.err
-    found = json.loads(done.out)
-    (skipped,) = found["skipped"]
+    assert done.code == 0 and "1 of 4 records left out: a message with role 'robot'" in done.err
+    (skipped,) = json.loads(done.out)["skipped"]
     assert skipped["question_id"] == 2 and "outside the vocabulary" in skipped["why"]
     bad = write(tmp_path / "b.jsonl", *BAD[1:])
     line = run("infer.evaluate", "--conversations", bad, *flags[:4]).refusal()
-    assert "none of 9 records" in line and "(first: " in line
-
-
-# ---- files ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["b.jsonl.partial", "b.jsonl.zst"])
-def test_a_folder_is_read_whole_or_refused(run, tmp_path, name):
-    """A file of data that is unfinished, or packed in a way that is not read, is named."""
-    (tmp_path / "data").mkdir()
-    write(tmp_path / "data" / "a.jsonl", {"messages": HELLO})
-    write(tmp_path / "data" / name, {"messages": HELLO})
-    flags = ("--target", TARGET, "--size", 300, "--output", tmp_path / "v.safetensors")
-    line = run("train.vocabulary", "--corpus", tmp_path / "data", *flags).refusal()
-    assert f"{name} cannot be read as it is" in line
-
-
-def test_a_missing_number_of_a_table_is_no_text(answers_of, tmp_path):
-    """Tables write NaN for what is missing; it must not be read, and not be written again."""
-    record = b'{"instruction": "Hi there", "input": NaN, "output": "Hello!", "source": NaN}'
-    (answered,), _ = answers_of(write(tmp_path / "a.jsonl", record))
-    assert answered["messages"][0] == HELLO[0] and answered.get("source") is None
+    assert "none of 5 records" in line and "(first: " in line
