@@ -8,17 +8,14 @@ A case is DATA,FSDP,TENSOR[,TARGET][/OPTION], as in 1,2,2,copied or 1,2,2/bfloat
     blocks      scores are computed in blocks, as on accelerators
     bfloat16    the dtype of computations
     parts       a batch in four micro-batches
-    sent        instead of losses, the collectives of an update of each kind of drafter
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
-import re
-from typing import Any
+import math
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +27,6 @@ from moa_jax.config import (
     BlockConfig,
     DataConfig,
     DistillConfig,
-    Eagle3Config,
     MeshConfig,
     MoaConfig,
     OptimConfig,
@@ -40,22 +36,12 @@ from moa_jax.config import (
 from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.model import llama, sharding
-from moa_jax.training.distillation import abstract_frozen, make_keep, make_train_step
-from moa_jax.training.flops import abstract_batch
-from moa_jax.training.update import abstract
+from moa_jax.training.distillation import make_keep, make_train_step
 from tests.train.blocks import in_blocks
 
 ROWS, T = 8, 24
 TARGET = TargetConfig("llama", 96, 3, BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None), False, 64)
 DRAFTER = MoaConfig(2, 24, 2, 24, 2, 16, target_layer_inference=1)
-
-# Sizes of a vocabulary and of a draft vocabulary; no other axis is as long, or half as long.
-VOCAB, GUESSES = 80, 36
-SENDERS = {
-    "moa": DRAFTER,
-    "eagle3": Eagle3Config(2, 24, tapped_layers=(0, 1, 2), draft_ids=tuple(range(3, 75, 2))),
-}
-COLLECTIVE = re.compile(r"= (.*?) (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(")
 
 
 def config_of(mesh: MeshConfig, accumulate: int = 1, dtype: str = "float32") -> DistillConfig:
@@ -89,7 +75,8 @@ def losses(steps: int, mesh_cfg: MeshConfig, option: str) -> list[float]:
     """The losses of these updates."""
     dtype = "bfloat16" if option == "bfloat16" else "float32"
     config = config_of(mesh_cfg, 4 if option == "parts" else 1, dtype)
-    mesh = mesh_of(mesh_cfg)
+    sizes = (mesh_cfg.data, mesh_cfg.fsdp, mesh_cfg.tensor)
+    mesh = sharding.make_mesh(mesh_cfg, jax.devices()[: math.prod(sizes)])
     program = make_train_step(config, TARGET, mesh)
     taps = DRAFTERS[method_of(DRAFTER)].make(DRAFTER, TARGET, config).taps
     keep = jax.jit(make_keep(TARGET, taps, jnp.dtype(dtype)), out_shardings=program.rows_sharding)
@@ -115,40 +102,14 @@ def losses(steps: int, mesh_cfg: MeshConfig, option: str) -> list[float]:
     return found
 
 
-def mesh_of(config: MeshConfig) -> jax.sharding.Mesh:
-    """A mesh of the first devices."""
-    return sharding.make_mesh(config, jax.devices()[: config.data * config.fsdp * config.tensor])
-
-
-def sent(mesh_cfg: MeshConfig) -> dict[str, list]:
-    """By drafter, the kinds of collectives in an update and the shapes of their results."""
-    found, target = {}, dataclasses.replace(TARGET, vocab_size=VOCAB)
-    for name, drafter in SENDERS.items():
-        config, mesh = dataclasses.replace(config_of(mesh_cfg), drafter=drafter), mesh_of(mesh_cfg)
-        program = make_train_step(config, target, mesh)
-        with jax.set_mesh(mesh):
-            update = jax.jit(program.update, out_shardings=(program.state_sharding, None))
-            compiled = update.lower(
-                program.abstract_state(),
-                abstract(abstract_frozen(target), program.frozen_sharding),
-                abstract(abstract_batch(ROWS, T), program.rows_sharding),
-            ).compile()
-        found[name] = [
-            (kind, [int(size) for size in dims.split(",")])
-            for results, kind in COLLECTIVE.findall(compiled.as_text())
-            for dims in re.findall(r"\[([\d,]+)\]", results)
-        ]
-    return found
-
-
-def result_of(case: str, steps: int) -> Any:
+def result_of(case: str, steps: int) -> list[float]:
     shape, _, option = case.partition("/")
     sizes = shape.split(",")
     config = MeshConfig(*map(int, sizes[:3]), *sizes[3:])
     with pytest.MonkeyPatch.context() as patch:
         if option == "blocks":
             in_blocks(patch, 8)
-        return sent(config) if option == "sent" else losses(steps, config, option)
+        return losses(steps, config, option)
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from infer.info import ROOT
 from moa_jax.config import MeshConfig
@@ -20,7 +19,6 @@ from moa_jax.training.flops import abstract_batch, programs_in
 from tests.meeting import free_port
 from tests.model_folders import refusal
 from tests.train import mesh_run
-from tests.train.test_training import changed
 
 STEPS = 20
 MESHES = {  # beside each, the case of one device that it must equal
@@ -32,7 +30,6 @@ MESHES = {  # beside each, the case of one device that it must equal
     "1,2,2/parts": "1,1,1/parts",
     "1,2,2/bfloat16": "1,1,1/bfloat16",
 }
-SENT = "1,2,2/sent"
 
 
 def start(*arguments: str) -> subprocess.Popen:
@@ -51,7 +48,7 @@ def results_of(process: subprocess.Popen) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
     """All cases, of one process with eight devices."""
-    cases = dict.fromkeys((*MESHES.values(), *MESHES, SENT))
+    cases = dict.fromkeys((*MESHES.values(), *MESHES))
     return results_of(start(*cases, "--devices", "8"))
 
 
@@ -79,23 +76,6 @@ def test_two_processes_on_one_mesh_train_as_one(results):
     assert results_of(second) == {}  # process 0 prints for all
     assert len(found) == STEPS
     np.testing.assert_allclose(found, results["1,1,1"], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_no_device_makes_or_gets_the_logits_of_others(results):
-    """The loss is parallel over a vocabulary that is cut, also over a subset of it.
-
-    Neither logits of tokens travel between devices, nor the whole vocabulary of the head.
-    """
-    tokens = {mesh_run.T, mesh_run.ROWS // 2 * mesh_run.T}
-    vocab, guesses = mesh_run.VOCAB, mesh_run.GUESSES
-    for name, collectives in results[SENT].items():
-        assert collectives and not any(vocab in shape for _, shape in collectives), name
-        of_tokens = [(kind, set(shape)) for kind, shape in collectives if tokens & set(shape)]
-        assert not any(vocab // 2 in shape for _, shape in of_tokens), name
-        # What devices have of the subset is summed, each with zeros where another has the token.
-        subset = {kind for kind, shape in of_tokens if {guesses, guesses // 2} & shape}
-        assert subset <= {"all-reduce"}, name
 
 
 def test_gradients_of_a_step_in_bfloat16_are_summed_in_float32():
@@ -131,22 +111,6 @@ def equations(jaxpr):
 
 def abstract_mesh(fsdp: int, tensor: int) -> jax.sharding.AbstractMesh:
     return jax.sharding.AbstractMesh((1, fsdp, tensor), sharding.MESH_AXES)
-
-
-@pytest.mark.parametrize(
-    ("rows", "where"),
-    [(8, P(None, ("fsdp", "tensor"))), (6, P("tensor", "fsdp"))],
-    ids=["rows for all devices", "rows for half of them"],
-)
-def test_a_drafter_has_rows_of_its_own_beside_a_target_that_is_cut(rows, where):
-    """Adam's moments are placed as their weights are."""
-    config = changed(mesh_run.config_of(MeshConfig(1, 2, 2)), data_rows_per_batch=rows)
-    program = make_train_step(config, mesh_run.TARGET, abstract_mesh(2, 2), memory=0)
-    moments = program.state_sharding.opt_state[1][0].mu
-    for places in (program.state_sharding.params, moments):
-        assert places["self_attention"]["mlp"]["down"]["kernel"].spec == where
-    layers = program.frozen_sharding["layers"]
-    assert layers["mlp"]["down"]["kernel"].spec == P(None, "tensor", "fsdp")
 
 
 def test_meshes_that_cannot_be_are_refused():

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -167,21 +166,6 @@ def answers_in(rows) -> Counter[tuple[tuple[int, ...], int]]:
     return found
 
 
-def test_answers_go_on_past_their_end(ask, tmp_path, folder, tokenizer):
-    """Of every conversation the target's own tokens, as many as the flag names."""
-    flags = ("--ignore-stop", "--max-new-tokens", "12", "--dtype", "float32")
-    ask(tmp_path / "a.jsonl", *flags, "--limit", "6", "--batch", "6")
-    records = read(tmp_path / "a.jsonl")
-    talks = itertools.islice(sources.read(str(CONVERSATIONS)), 6)
-    prompts = [chat.prompt_ids(tokenizer, talk["messages"][:1]) for talk in talks]
-    target = load_target(folder, "float32")
-    results = Session(target).generate(prompts, 12, [])
-    for record, prompt, result in zip(records, prompts, results, strict=True):
-        assert (record["prompt_ids"], record["token_ids"]) == (prompt, result.token_ids)
-    ends = set(target.generation.eos_ids)
-    assert sum(not ends.isdisjoint(record["token_ids"][:-1]) for record in records) > 3
-
-
 @pytest.mark.parametrize("kind", [(), ("--ignore-stop",)], ids=["text", "ids"])
 def test_a_cut_run_goes_on(ask, scripted, tmp_path, monkeypatch, kind):
     """The same file as of an unbroken run, with half a line lost and another batch size."""
@@ -220,49 +204,21 @@ def cut_after(patch: pytest.MonkeyPatch, count: int) -> None:
     patch.setattr(Partial, "_append", cut)
 
 
-def test_a_file_of_an_older_version_is_refused(ask, scripted, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        cut_after(patch, 1)
-        ask(tmp_path / "a.jsonl")
-    partial = tmp_path / "a.jsonl.partial"
-    header = json.loads(lines(partial)[0])
-    assert header.pop("version")
-    old = json.dumps(header) + '\n{"number": 0, "line": "{}"}\n'
-    partial.write_text(old)
-    with pytest.raises(InputError, match="another version of this program; finish it with that"):
-        ask(tmp_path / "a.jsonl")
-    assert partial.read_text() == old  # that version can still finish it
-
-
-def test_what_is_left_out_is_counted(ask, folder, scripted, tmp_path, capsys):
-    """One has a token that the target has no row for."""
-    place = shutil.copytree(folder, tmp_path / "target")
-    tokenizer = load_tokenizer(place)
-    tokenizer.add_tokens(["<|new|>"])
-    tokenizer.save_pretrained(place)
+def test_what_is_left_out_is_counted(ask, scripted, tmp_path, capsys):
     prompts = write(
         tmp_path / "prompts.jsonl",
         {"messages": [QUESTION]},  # user turns alone are enough
         {"messages": [SYSTEM, LONG]},
-        {"messages": [SYSTEM]},
-        {"messages": [{"role": "user", "content": 3}]},
         {"nothing": 1},
         {"nothing": 2},
-        {"messages": [{"role": "user", "content": "<|new|>"}]},
         {"messages": [QUESTION, ANSWER], "source": "shop", "license": "MIT", "id": 4},
     )
-    flags = ("--target", place, "--batch", "3", "--max-prompt", "50")
-    ask(tmp_path / "a.jsonl", *flags, prompts=prompts)
+    ask(tmp_path / "a.jsonl", "--batch", "3", "--max-prompt", "50", prompts=prompts)
     one, two = read(tmp_path / "a.jsonl")
     assert two == one | {"source": "shop", "license": "MIT"} and two["messages"][0] == QUESTION
-    lines = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
-    assert [line[0] for line in lines] == ["2", *"1111"]
-    for reason in ("unknown style", "than 50 tokens", "user message", "without text", "of 320"):
-        assert sum(reason in line for line in lines) == 1
-    prompts = write(tmp_path / "nothing.jsonl", {"nothing": 1})
-    with pytest.raises(InputError, match="none of 1 conversations got an answer; 1: .* style"):
-        ask(tmp_path / "b.jsonl", prompts=prompts)
-    assert not (tmp_path / "b.jsonl").exists()
+    found = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    assert len(found) == 2 and "2 of 5 conversations left out: " in found[0]
+    assert "unknown style" in found[0] and "than 50 tokens" in found[1]
 
 
 REFUSED = {
@@ -296,13 +252,6 @@ def test_shards_hold_every_answer_once(ask, scripted, tmp_path):
     assert len(list(sources.read(str(tmp_path / "parts")))) == 20
 
 
-@pytest.mark.parametrize("text", ["8/8", "3", "-1/4", "0/0"])
-def test_what_is_no_shard(ask, tmp_path, text, capsys):
-    with pytest.raises(SystemExit):
-        ask(tmp_path / "a.jsonl", f"--shard={text}")
-    assert "is no shard; write 0/8" in capsys.readouterr().err
-
-
 # ---- drawn answers ------------------------------------------------------------------------
 
 
@@ -313,28 +262,6 @@ def short(tmp_path) -> Path:
     path = tmp_path / "short.jsonl"
     path.write_text("".join(json.dumps({"messages": talk(i)}) + "\n" for i in range(8)))
     return path
-
-
-def test_drawn_answers_depend_on_seed_record_and_turn_alone(ask, tmp_path, monkeypatch):
-    asked: dict[tuple[int, ...], Sampling] = {}
-
-    class NotingSampling(Scripted):
-        def ask(self, question):
-            asked[tuple(question.prompt_ids)] = question.sampling
-            super().ask(question)
-
-    def laws(*flags: str) -> dict[tuple[int, ...], Sampling]:
-        asked.clear()
-        ask(tmp_path / "-".join(["a", *flags]).replace("/", "_"), *SAMPLED, *flags)
-        return dict(asked)
-
-    monkeypatch.setattr(regenerate, "_local", NotingSampling)
-    whole = laws("--batch", "7")
-    parts = [laws("--batch", "3", "--shard", f"{number}/2") for number in range(2)]
-    assert len(whole) > 40 and all(parts) and parts[0] | parts[1] == whole
-    assert len({law.seed for law in whole.values()}) == len(whole)
-    other = laws("--seed", "4")
-    assert not any(law in whole.values() for law in other.values())
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """Runs that start from a drafter that was trained before: where they start, and what is refused."""
 
 import dataclasses
+import functools
 import shutil
+import tarfile
 from pathlib import Path
 
 import jax
@@ -9,12 +11,20 @@ import numpy as np
 import pytest
 
 from configs import demo_drafter
-from moa_jax.config import Eagle3Config, EagleConfig, MoaConfig
+from moa_jax import Session, load_drafter, load_target
+from moa_jax.config import DraftShape, Eagle3Config, EagleConfig, MoaConfig
 from moa_jax.model import sharding
 from moa_jax.pretrained import describe_target, save_drafter
 from moa_jax.training.distillation import make_train_step
 from tests.model_folders import refusal
-from tests.train.test_training import changed, cut_at, distill_config, metrics, run_config
+from tests.train.test_training import (
+    CONVERSATIONS,
+    changed,
+    cut_at,
+    distill_config,
+    metrics,
+    run_config,
+)
 from tests.train.test_training import distilled as distilled  # a fixture
 from train import distill
 from train.run.warm_start import warm_params
@@ -45,20 +55,20 @@ def test_a_run_goes_on_from_the_weights_of_another(small_target, distilled, tmp_
 
 
 @pytest.mark.slow
-def test_a_drafters_folder_is_a_start(small_target, distilled, tmp_path, monkeypatch):
-    """Its weights are bfloat16; and a cut run goes on without the folder."""
+def test_a_cut_run_goes_on_without_the_drafter_that_it_started_from(
+    small_target, distilled, tmp_path, monkeypatch
+):
+    """The folder's weights are bfloat16."""
     start = shutil.copytree(distilled / "draft", tmp_path / "start")
+    config = warm_config(tmp_path, small_target, start)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         cut_at(patch, step=8)
-        distill.distill(warm_config(tmp_path / "cut", small_target, start))
-    distill.distill(warm_config(tmp_path / "whole", small_target, start))
+        distill.distill(config)
     shutil.rmtree(start)
-    distill.distill(warm_config(tmp_path / "cut", small_target, start))
-    for name in ("cut", "whole"):
-        kl, *_ = evaluations(tmp_path / name)[0]
-        assert kl == pytest.approx(evaluations(distilled)[-1][0], rel=0.02)
-    cut, whole = (tmp_path / name / "run" / "metrics.jsonl" for name in ("cut", "whole"))
-    assert cut.read_bytes() == whole.read_bytes()
+    distill.distill(config)
+    first, *_, last = evaluations(tmp_path)
+    expected = evaluations(distilled)[-1][0]
+    assert first[0] == pytest.approx(expected, rel=0.02) and last[0] < expected
 
 
 # Of the paper's parts, for the authors' layouts know no others.
@@ -106,3 +116,36 @@ def test_another_start_is_refused_before_the_target_is_loaded(
         config = warm_config(tmp_path, small_target, start)
         assert line in refusal(distill.distill, dataclasses.replace(config, drafter=drafter))
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+# ---- a run of an earlier version ----------------------------------------------------------
+
+
+@pytest.fixture
+def earlier(tmp_path, monkeypatch) -> Path:
+    """The working directory, with the run that commit 757377e saved.
+
+    It is the run of `distill_config` there: the checkpoint of step 8 of 12, the finished drafter
+    and its target. All paths are relative.
+    """
+    with tarfile.open(Path(__file__).with_name("run_of_757377e.tar.gz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    shutil.copy(CONVERSATIONS, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_an_earlier_checkpoint_goes_on_and_an_earlier_drafter_decodes(earlier, capsys):
+    target = load_target("target", np.float32)
+    session = Session(target, load_drafter("draft", target), DraftShape(3))
+    drafted, plain = (
+        each.generate([[5, 9, 40, 7]], 16, stop_ids=()) for each in (session, Session(target))
+    )
+    assert drafted[0].token_ids == plain[0].token_ids
+    paths, finished = (Path(CONVERSATIONS).name,), load_drafter("draft", target).params
+    config = distill_config(Path(), Path("target"))
+    distill.distill(changed(config, data_train=paths, data_validation=paths))
+    assert "12 steps, the last 4 in" in capsys.readouterr().err
+    close = functools.partial(np.testing.assert_allclose, atol=2e-5)
+    jax.tree.map(close, finished, load_drafter("draft", target).params)
