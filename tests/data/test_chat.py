@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from moa_jax.config import DataConfig
-from moa_jax.data import chat, encode, records, reference
+from moa_jax.data import chat, records, reference
 from moa_jax.data import tokenizer as tk
 from moa_jax.errors import InputError
 from tests.conftest import golden_cases
@@ -292,15 +291,6 @@ def test_what_is_no_list_of_known_ids_is_refused(name, ids):
         chat.encode_ids([IDS | {name: ids}], 10, 3)
 
 
-def test_reference_labels_later_users_of_ids_too(tokenizer):
-    answers = [ANSWERS[0], {"prompt_ids": [5, 7, 9, 6], "token_ids": [3]}]
-    config = DataConfig((), (), 9, 9, rows_per_batch=1, seed=0, answers="reference")
-    coder = encode.Coder(config, tokenizer, 10)
-    (example,) = encode.encode_record({"messages": HELLO, "answers": answers}, coder).examples
-    assert example.tokens_T.tolist() == [5, 7, 9, 6, 3]
-    assert example.response_T.tolist() == [False, True, True, True, True]
-
-
 def test_reference_needs_its_sentinel(tokenizer):
     line = refusal(reference.reference_encode, tokenizer, HELLO, 10_000, 100)
     assert "no token 9999" in line
@@ -326,11 +316,3 @@ def test_reference_pairs_questions_with_answers(tokenizer, turns, wanted):
     length = len(tokenizer(chat.render(tokenizer, messages)).input_ids)
     example = reference.reference_encode(tokenizer, messages, len(tokenizer), length)
     assert answers_in(tokenizer, example) == wanted
-
-
-def test_reference_masks_the_pad_token(tokenizer):
-    tokenizer.pad_token = tk.END
-    example = reference.reference_encode(tokenizer, HELLO, len(tokenizer), 100)
-    assert answers_in(tokenizer, example) == ["Hello!"]
-    tokenizer.pad_token = None
-    assert chat.pad_id(tokenizer, 1000) == 999

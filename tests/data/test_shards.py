@@ -60,16 +60,6 @@ def load(config, talk_tokenizer):
     return load
 
 
-@pytest.fixture
-def no_encoding(monkeypatch):
-    """Whoever encodes after this fails."""
-
-    def never(*_):
-        raise AssertionError("encoded again")
-
-    return lambda: monkeypatch.setattr(encode, "encode_chunk", never)
-
-
 def folders(load_config: DataConfig) -> list[Path]:
     """What the cache holds beside locks."""
     found = Path(load_config.cache).glob("*")
@@ -118,9 +108,9 @@ def test_a_process_takes_its_slice_of_a_batch(load, cache):
 # ---- made once ----------------------------------------------------------------------------
 
 
-def test_a_second_run_encodes_nothing(load, no_encoding):
+def test_a_second_run_encodes_nothing(load, monkeypatch):
     first, report = load()
-    no_encoding()
+    monkeypatch.setattr(encode, "encode_chunk", Mock(side_effect=AssertionError("encoded again")))
     second, same_report = load(rows_per_batch=3, seed=9, workers=7, bad_records="skip")
     assert same_report == report
     assert_equal(first.rows, second.rows)
