@@ -40,18 +40,6 @@ def write(path: Path, lines: list[object]) -> DataConfig:
     return DataConfig((str(path),), (), 24, 24, rows_per_batch=2, seed=0)
 
 
-@pytest.mark.parametrize("answers", ["turns", "reference"])
-def test_no_record_ends_a_run(tokenizer, tmp_path, answers):
-    lines = [line for bad, _ in BAD for line in (bad, GOOD)]
-    config = dataclasses.replace(write(tmp_path / "a.jsonl", lines), answers=answers)
-    source, report = batches.load(config, tokenizer, len(tokenizer), "train")
-    assert report.kept >= len(BAD) and report.kept + sum(report.dropped.values()) == len(lines)
-    if answers == "turns":
-        assert report.kept == len(BAD)
-    for step in range(len(source)):
-        assert source.batch(step).response_BT.any(axis=1).all()
-
-
 @pytest.mark.parametrize("bad, reason", BAD)
 def test_each_is_counted_and_named_or_refused(tokenizer, tmp_path, bad, reason):
     config = write(tmp_path / "a.jsonl", [GOOD, bad, GOOD, bad])

@@ -26,6 +26,7 @@ from tests.meeting import free_port, wait_for
 from tests.model_folders import refusal
 from tests.train.test_training import changed, distill_config, metrics
 from train import distill
+from train.run import decoding
 
 # What process 0 and process 1 do once they have met; what does not fail waits for the others.
 # Each has asked the other for its devices by then and has been answered, which files tell: one
@@ -148,27 +149,28 @@ KILLED = "time.sleep(1.5); import os, signal; os.kill(os.getpid(), signal.SIGKIL
 SILENT = ["toy: process {}: no sign of life for 2 s; see whether it still runs"]
 FULL = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 2); time.sleep(60)"
 FAULT = "processes.FORCED_EXIT_S = 3.0; time.sleep(1.5); raising(ValueError('ours'))"
-LOSSES = [  # which process is lost and how, what the other one does, and its lines
-    (0, SOON + "time.sleep(1.5); " + STOPPED, SOON + WAIT, SILENT),
-    (1, SOON + "time.sleep(1.5); " + STOPPED, SOON + FOR_A_WORD, SILENT),
-    (0, STOPPED, FAULT, ["toy: ValueError: ours"]),
-    (0, KILLED, FOR_A_WORD, HAS_DIED),
-    (0, KILLED, "time.sleep(60)", HAS_DIED),
-    (1, KILLED, WAIT, HAS_DIED),
-    (1, KILLED, "pass", HAS_DIED),
-    (1, KILLED, BUSY.format(4), HAS_DIED),  # without process 0 jax aborts one that is busy
-    (1, KILLED, FULL, []),  # its stderr is full
-]
+LOSSES = {  # which process is lost and how, what the other one does, and its lines
+    "0 stops": (0, SOON + "time.sleep(1.5); " + STOPPED, SOON + WAIT, SILENT),
+    "1 stops": (1, SOON + "time.sleep(1.5); " + STOPPED, SOON + FOR_A_WORD, SILENT),
+    "0 stops, 1 fails": (0, STOPPED, FAULT, ["toy: ValueError: ours"]),
+    "0 dies": (0, KILLED, FOR_A_WORD, HAS_DIED),
+    "1 dies": (1, KILLED, WAIT, HAS_DIED),
+    "1 dies, 0 ends": (1, KILLED, "pass", HAS_DIED),
+    # Without process 0 jax aborts one that is busy.
+    "1 dies, 0 is busy": (1, KILLED, BUSY.format(4), HAS_DIED),
+    "1 dies, 0 cannot write": (1, KILLED, FULL, []),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost, fall, other, lines", LOSSES)
-def test_a_process_that_is_lost_ends_the_others(lost, fall, other, lines):
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_process_that_is_lost_ends_the_others(case):
     """A stopped one keeps its connections open, as one does whose machine is gone.
 
     The line of a dead one ends before jax misses it, which would abort the others where it ran the
     service.
     """
+    lost, fall, other, lines = LOSSES[case]
     both = (fall, other) if lost == 0 else (other, fall)
     code, found, err = ends(*both, lost=lost, within=15.0 if fall == KILLED else 30.0)[1 - lost]
     assert (code, found) == (1, [line.format(lost) for line in lines]), err
@@ -205,9 +207,12 @@ def test_processes_decode_together_in_training(tmp_path, small_target, monkeypat
     (tmp_path / "config.py").write_text(
         "from pathlib import Path\n"
         "from tests.train.test_training import changed, distill_config\n"
+        "from train.run import decoding\n"
+        "decoding.MAX_NEW_TOKENS = 8\n"
         f"config = distill_config(Path({str(tmp_path / 'both')!r}), Path({str(small_target)!r}))\n"
-        "config = changed(config, optim_total_steps=4, run_decode_prompts=3)\n"
+        "config = changed(config, optim_total_steps=4, run_decode_prompts=2)\n"
     )
+    monkeypatch.setattr(decoding, "MAX_NEW_TOKENS", 8)
     alone = read_config(str(tmp_path / "config.py"), DistillConfig)
     distill.distill(changed(alone, run_directory=str(tmp_path / "alone/run")))
     command = [sys.executable, "-m", "train.distill", "--config", str(tmp_path / "config.py")]
@@ -258,8 +263,11 @@ def test_processes_must_agree(monkeypatch):
         assert refusal(processes.check_same, ours, "here").startswith(line)
 
 
-def test_a_run_of_several_processes_compares_settings_models_and_data(small_target, tmp_path):
+def test_a_run_of_several_processes_compares_settings_models_and_data(
+    small_target, tmp_path, monkeypatch
+):
     """Processes that read other data are refused before anything is trained."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     config = distill_config(tmp_path, small_target)
     described, tokenizer = describe_target(small_target), load_tokenizer(small_target)
     load = lambda: batches.load(config.data, tokenizer, described.config.vocab_size, "train")[0]
