@@ -180,15 +180,6 @@ def test_ids_are_kept_under_either_rule(talk_tokenizer, tmp_path, answers):
     assert str(report).startswith("4 conversations, 2 dropped (1 x no answer within 256 tokens")
 
 
-def test_load_plain_text(talk_tokenizer, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": "A room for two nights, please. " * 30}) + "\n")
-    config = dataclasses.replace(CONFIG, train=(str(path),), max_length=50)
-    source, report = batches.load(config, talk_tokenizer, 512, "train")
-    assert report.kept == 1 and report.examples > 3 and report.full == report.examples - 1
-    assert report.response_tokens == report.tokens
-
-
 def test_load_refuses(talk_tokenizer):
     for line, vocab_size, changes in (
         ("none of 40 records of", 512, dict(max_length=4)),

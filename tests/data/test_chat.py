@@ -183,16 +183,6 @@ def test_record_styles(record):
     assert records.messages_of(record) == HELLO
 
 
-def test_alpaca_input_and_system_messages():
-    record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
-    assert records.messages_of(record)[0]["content"] == "Add.\n\n1 and 2"
-    turns = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}]
-    record = {"conversations": [*turns, {"from": "gpt", "value": "Hello!"}]}
-    assert [m["role"] for m in records.messages_of(record)] == ["system", "user", "assistant"]
-    messages = reference.reference_messages(record).messages
-    assert [m["role"] for m in messages] == ["user", "user", "assistant"]
-
-
 @pytest.fixture(scope="module", params=golden_cases("dataprep/", "expected.json"))
 def recorded(request):
     expected = json.loads((request.param / "expected.json").read_text())
@@ -234,13 +224,6 @@ def test_ids_are_taken_as_they_are(max_length, kept):
     (example,) = chat.encode_ids([IDS], 10, max_length)
     assert example.tokens_T.tolist() == [5, 0, 9, 7, 9][:kept]
     assert example.response_T.tolist() == [False, False, False, True, True][:kept]
-
-
-def test_ids_without_a_prompt_or_an_answer():
-    (example,) = chat.encode_ids([{"token_ids": [7, 9]}], 10, 99)
-    assert example.tokens_T.tolist() == [7, 9] and example.response_T.all()
-    assert not chat.encode_ids([{"prompt_ids": [5], "token_ids": []}], 10, 99)
-    assert not chat.encode_ids([IDS], 10, 3)
 
 
 def test_answers_that_continue_each_other_make_one_example():

@@ -45,23 +45,16 @@ def test_special_tokens_come_first(tokenizer):
     assert tokenizer.decode([0, 4, 5], skip_special_tokens=True) == ""
 
 
-def test_digits_stand_alone(tokenizer):
-    ids = tokenizer("19:30", add_special_tokens=False).input_ids
-    assert [tokenizer.decode([i]) for i in ids] == ["1", "9", ":", "3", "0"]
-
-
 def test_chat_template(tokenizer):
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": " Hello \n"},
         {"role": "assistant", "content": "Hi!"},
     ]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert text == (
-        "<|begin|><|system|>Be brief.<|end|><|user|>Hello<|end|><|assistant|>Hi!<|end|>"
-    )
     prompt = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
     assert prompt == "<|begin|><|system|>Be brief.<|end|><|user|>Hello<|end|><|assistant|>"
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text == f"{prompt}Hi!<|end|>"
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert ids[:2] == [0, 3] and ids[-1] == 4
 

@@ -21,6 +21,7 @@ from tests.meeting import wait_for
 from train.run.settings import config_parser, load_config
 
 CONFIGS = ROOT / "configs"
+SERVING = ("serve_slurm.sbatch", "serve_lws_tpu.yaml")
 SLURM = ("slurm_gpu.sbatch", "slurm_generic.sbatch")
 JOBSET = yaml.safe_load((CONFIGS / "jobset_tpu_v5e_4x4.yaml").read_text(encoding="utf-8"))
 SLICE = JOBSET["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -32,11 +33,11 @@ STOPPED, BAD_INPUT, UNFINISHED = 0, 2, 75
 # ---- what they name -----------------------------------------------------------------------
 
 
-COMMANDS = {name: (CONFIGS / name).read_text(encoding="utf-8") for name in SLURM}
+COMMANDS = {name: (CONFIGS / name).read_text(encoding="utf-8") for name in SLURM + SERVING}
 COMMANDS["jobset"] = CONTAINER["args"][0]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*SLURM, "jobset"])
 def test_every_flag_exists(name):
     command = COMMANDS[name].partition("-m train.distill")[2].partition("\nstart_again")[0]
     flags = set(re.findall(r"(?<!\S)--([a-z][\w.]*)", command.partition("child=$!")[0]))
@@ -49,22 +50,16 @@ def test_every_flag_exists(name):
         load_config("configs/moa_llama3_8b.py", DistillConfig, [f"--{flag}", "x"])
 
 
-# ---- serving ------------------------------------------------------------------------------
-
-SERVING = {
-    "slurm": (CONFIGS / "serve_slurm.sbatch").read_text(encoding="utf-8"),
-    "lws": (CONFIGS / "serve_lws_tpu.yaml").read_text(encoding="utf-8"),
-}
-
-
 @pytest.mark.parametrize("name", SERVING)
 def test_every_flag_of_a_server_exists(name):
-    command = SERVING[name].partition("-m infer.serve")[2].partition("\n\n")[0]
+    command = COMMANDS[name].partition("-m infer.serve")[2].partition("\n\n")[0]
     flags = set(re.findall(r"(?<!\S)(--[a-z][\w-]*)", command.partition("volumes:")[0]))
-    known = set(serve._parser()._option_string_actions)
-    assert flags <= known and {"--mesh", "--target", "--draft", "--api-key-file"} <= flags
+    assert flags <= set(serve._parser()._option_string_actions)
+    assert {"--mesh", "--target", "--draft", "--api-key-file"} <= flags
     assert flags & {"--distributed", "--coordinator"}
 
+
+# ---- serving ------------------------------------------------------------------------------
 
 SERVING_ENDS = [
     ([1, 1, 0], 3, 0),

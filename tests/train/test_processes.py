@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 
+import jax
 import pytest
 
 from infer.cli.flags import cluster
@@ -256,11 +257,8 @@ def test_processes_must_agree(monkeypatch):
     monkeypatch.setattr(processes, "is_first", lambda: False)
     monkeypatch.setattr(processes, "kv_get", lambda key: theirs)
     processes.check_same(dict(theirs), "here")
-    for ours, line in (
-        ({"rate": 0.2, "rows": 7}, "rate is 0.2 here and 0.1 for process 0; start all"),
-        ({"rate": 0.1}, "rows is absent here and 7 for process 0"),
-    ):
-        assert refusal(processes.check_same, ours, "here").startswith(line)
+    line = refusal(processes.check_same, {"rate": 0.2}, "here")
+    assert line.startswith("rate is 0.2 here and 0.1 for process 0, rows is absent here and 7")
 
 
 def test_a_run_of_several_processes_compares_settings_models_and_data(

@@ -10,14 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from infer.cli.flags.pair import DEMO
 from moa_jax import InputError, Session, load_target
 from moa_jax.config import BlockConfig, DataConfig, Sampling, TargetConfig
 from moa_jax.data import batches, chat, sources
 from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from moa_jax.model import llama as llama
 from moa_jax.pretrained import SpecialIds, save_target
-from train import regenerate
+from tests.train.fake_endpoint import scripted_answer
 from train.run.answers import TargetAnswer, TargetQuestion, text_of
 from train.run.partial import Partial
 
@@ -58,11 +57,7 @@ SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--seed",
 
 
 class Scripted:
-    """Stands for a target: the answer depends on the prompt alone, and some are cut.
-
-    Past its end each answer is as long as wanted. `FakeEndpoint` has the same. Answers come in
-    another order than questions.
-    """
+    """Stands for a target, with the answers of `FakeEndpoint`, in another order than questions."""
 
     def __init__(self, args, rules) -> None:
         self.most_asked, self.rules = args.batch or 32, rules
@@ -80,16 +75,11 @@ class Scripted:
         assert len(self.asked) <= self.most_asked
 
     def next(self) -> TargetAnswer:
-        question = self.asked.pop(len(self.asked) // 2)
-        number, tokenizer = sum(question.prompt_ids) % 97, self.rules.tokenizer
-        text = f" I heard {number}. "
-        ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-        stopped = number % 7 != 0
-        if not stopped:
-            ids = tokenizer(text.rstrip(), add_special_tokens=False).input_ids
-        if self.rules.ignore_stop or not stopped:
-            ids, stopped = (ids * self.rules.max_new_tokens)[: self.rules.max_new_tokens], False
-        return TargetAnswer(question.number, ids, text_of(tokenizer, ids), stopped)
+        question, rules = self.asked.pop(len(self.asked) // 2), self.rules
+        ids, stopped = scripted_answer(
+            rules.tokenizer, question.prompt_ids, rules.max_new_tokens, rules.ignore_stop
+        )
+        return TargetAnswer(question.number, ids, text_of(rules.tokenizer, ids), stopped)
 
 
 def write(path: Path, *records: dict) -> Path:
@@ -287,24 +277,3 @@ def test_drawn_answers_follow_the_law_of_the_flags(ask, short, tmp_path, folder)
         there = [(int(t[0]["content"][5:-1]), t) for t in talks if len(t) > turn]
         told = [talk[turn]["content"] for _, talk in there]
         assert len(told) > 1 and told == answer([(n, talk[:turn]) for n, talk in there])
-
-
-@pytest.mark.slow
-def test_speculation_changes_no_text(short, tmp_path, monkeypatch):
-    """The bundled drafter drafts where one request runs alone, and slots are used again."""
-    engines = []
-
-    class NotingEngine(regenerate.Engine):
-        def __init__(self, *args, **options) -> None:
-            super().__init__(*args, **options)
-            engines.append(self)
-
-    monkeypatch.setattr(regenerate, "Engine", NotingEngine)
-    flags = ["--target", str(DEMO / "target"), "--prompts", str(short), *SAMPLED, "--limit", "4"]
-    flags += ["--max-prompt", "96", "--max-new-tokens", "32"]
-    for name, more in (("plain", ["2"]), ("drafted", ["1", "--draft", "bundled"])):
-        regenerate.main([*flags, "--batch", *more, "--output", str(tmp_path / name)])
-    assert (tmp_path / "plain").read_bytes() == (tmp_path / "drafted").read_bytes()
-    plain, drafted = (engine.stats() for engine in engines)
-    assert len(lines(tmp_path / "plain")) > 2 and drafted.finished["stop"] > 2
-    assert plain.accepted_tokens == 0 and drafted.accepted_tokens > 10

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -52,22 +51,15 @@ def ask(ask, fake):
 
 @pytest.fixture
 def local(folder, tmp_path, monkeypatch):
-    """What local regeneration writes with these flags, and the seeds of its questions."""
-    seeds: dict[tuple[int, ...], int] = {}
+    """The output of local regeneration with these flags."""
 
-    class NotingSeed(Scripted):
-        def ask(self, question):
-            seeds[tuple(question.prompt_ids)] = question.sampling.seed
-            super().ask(question)
-
-    def local(*flags: str, output: Path = tmp_path / "local") -> bytes:
+    def local(*flags: str) -> bytes:
         with monkeypatch.context() as patch:
-            patch.setattr(regenerate, "_local", NotingSeed)
+            patch.setattr(regenerate, "_local", Scripted)
             given = ["--target", str(folder), "--prompts", str(CONVERSATIONS), *flags]
-            regenerate.main([*given, "--output", str(output)])
-        return output.read_bytes()
+            regenerate.main([*given, "--output", str(tmp_path / "local")])
+        return (tmp_path / "local").read_bytes()
 
-    local.seeds = seeds
     return local
 
 
@@ -78,13 +70,9 @@ def local(folder, tmp_path, monkeypatch):
 def test_the_file_is_that_of_local_regeneration(ask, fake, local, tmp_path, kind):
     workers, turns = threading.Barrier(3), itertools.count()  # each asks before one asks again
     fake.fault = lambda handler: next(turns) < 3 and workers.wait(30) < 0
-    output = tmp_path / "a.jsonl"
-    ask(output, *LIMITED, *kind, "--concurrency", "3")
-    assert output.read_bytes() == local(*LIMITED, *kind)
-    if kind == SAMPLED:
-        assert local.seeds == {tuple(post["prompt"]): post["seed"] for post in fake.posts}
+    ask(tmp_path / "a.jsonl", *LIMITED, *kind, "--concurrency", "3")
+    assert (tmp_path / "a.jsonl").read_bytes() == local(*LIMITED, *kind)
     assert max(Counter(fake.prompts()).values()) == 1
-    assert len(fake.connections) == 3
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -199,37 +187,6 @@ def test_a_refused_prompt_ends_its_conversation_alone(ask, fake, tmp_path, capsy
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) > 1
 
 
-def test_a_server_that_refuses_every_request_leaves_conversations_open(ask, fake, tmp_path):
-    fake.probe_status = 422
-    with pytest.raises(InputError, match="refuses a request: status 422"):
-        ask(tmp_path / "a.jsonl", *LIMITED)
-    assert not list(tmp_path.iterdir()) and not fake.times
-
-
-def test_a_server_that_is_busy_with_others_is_waited_for(ask, fake, local, tmp_path, monkeypatch):
-    """However often it answers 429 to one worker, as long as it answers another."""
-    monkeypatch.setattr(module, "TRIES", 2)
-    room = threading.Semaphore(1)
-
-    def wait_for_an_answer(client, *_):
-        before, until = client._num_replies, time.monotonic() + 5
-        while client._num_replies == before and time.monotonic() < until:
-            time.sleep(0.01)
-
-    def fault(handler):
-        if not room.acquire(blocking=False):
-            return busy(handler)
-        time.sleep(0.03)
-        room.release()
-        return False
-
-    monkeypatch.setattr(module.EndpointClient, "_wait", wait_for_an_answer)
-    fake.fault = fault
-    ask(tmp_path / "a.jsonl", *LIMITED, "--concurrency", "4")
-    assert (tmp_path / "a.jsonl").read_bytes() == local(*LIMITED)
-    assert len(fake.times) > len(fake.posts) + 4  # refusals
-
-
 # ---- other servers ------------------------------------------------------------------------
 
 
@@ -304,7 +261,7 @@ def test_flags_of_this_machine_are_refused(ask, tmp_path, flag):
 
 @pytest.mark.slow
 def test_a_server_of_the_bundled_pair_answers_as_this_machine(tmp_path):
-    """Drawn answers through infer.serve; six conversations in two slots."""
+    """Drawn answers through infer.serve, and drafted here; six conversations in two slots."""
     talks = [
         [{"role": "user", "content": text} for text in (f"Room {i}?", "Why?")] for i in range(6)
     ]
@@ -318,6 +275,6 @@ def test_a_server_of_the_bundled_pair_answers_as_this_machine(tmp_path):
     with Child("infer.serve", flags, tmp_path / "s") as child:
         flags = ["--endpoint", child.ready()["url"], *key, "--concurrency", "2"]
         regenerate.main([*given, *flags, "--output", str(there)])
-    regenerate.main([*given, "--batch", "2", "--output", str(here)])
+    regenerate.main([*given, "--batch", "1", "--draft", "bundled", "--output", str(here)])
     assert there.read_bytes() == here.read_bytes()
     assert len(read(here)) > 3

@@ -114,14 +114,6 @@ def test_prompts_are_decoded_at_checkpoints_and_the_summary_names_the_best(tmp_p
     assert str(tmp_path / "run") in last and str(tmp_path / "final") in last
 
 
-def test_what_json_cannot_say_is_null(tmp_path):
-    log = metrics.MetricsLog(tmp_path / "metrics.jsonl", 0)
-    record = log.write(1, "eval", {"a": np.float32("nan"), "b": np.array([1.5, np.inf]), "c": 3})
-    log.close()
-    assert record == {"step": 1, "kind": "eval", "a": None, "b": [1.5, None], "c": 3}
-    assert metrics.read_records(tmp_path / "metrics.jsonl") == [record]
-
-
 def test_a_run_that_begins_anew_keeps_the_log_of_the_one_before(tmp_path):
     for number in range(3):
         log = metrics.MetricsLog(tmp_path / "metrics.jsonl", -1)

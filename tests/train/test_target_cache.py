@@ -17,7 +17,6 @@ from infer.info import ROOT
 from moa_jax.config import Eagle3Config, EagleConfig, FeedbackConfig, GlideConfig, MoaConfig
 from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches
-from moa_jax.data.mixture import Mixture
 from moa_jax.pretrained import describe_target
 from moa_jax.training.target_cache import TargetCache, rows_hash
 from tests.model_folders import refusal
@@ -207,16 +206,3 @@ def test_the_hash_of_rows_sees_what_the_target_sees():
         other[3, 5] += 1
         assert rows_hash(Batches(rows._replace(**{name: other}), 2, seed=0)) != known
     assert rows_hash(Batches(Batch(*(x[::-1] for x in rows)), 2, seed=0)) != known
-
-
-def test_numbers_name_the_rows_of_a_batch():
-    sources = [rows_of(seed, count) for seed, count in enumerate((3, 5, 2))]
-    joined = Batch(*map(np.concatenate, zip(*sources, strict=True)))
-    for source in (Batches(joined, 4, seed=3), Mixture(sources, (0.2, 0.5, 0.3), 4, seed=3)):
-        assert source.num_rows == 10
-        whole = source.take(np.arange(10))
-        jax.tree.map(np.testing.assert_array_equal, whole, joined)
-        for step in range(5):
-            for rows in (None, slice(1, 3)):
-                taken = Batch(*(x[source.numbers(step, rows)] for x in whole))
-                jax.tree.map(np.testing.assert_array_equal, source.batch(step, rows), taken)

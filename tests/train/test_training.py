@@ -275,18 +275,10 @@ def settings_file(tmp_path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("--mesh.data=-1", "--mesh.fsdp=1"),
-        ("--masks.shortest_future=20", "--masks.longest_future=28"),
-        ("--data.weights=0.7,0.3", "--data.train=a,b"),
-    ],
-)
-def test_overrides_that_are_valid_together_need_no_order(settings_file, one, other):
+def test_overrides_that_are_valid_together_need_no_order(settings_file):
     load = functools.partial(load_config, settings_file, DistillConfig)
-    configs = [load(flags) for flags in ([one, other], [other, one])]
-    assert configs[0] == configs[1] != load([])
+    flags = ["--masks.shortest_future=20", "--masks.longest_future=28"]
+    assert load(flags) == load(flags[::-1]) != load([])
     config = load(["--horizon=99", "--horizon=5", "--data.sources=a,b", "--data.pack", "false"])
     assert (config.horizon, config.data.sources, config.data.pack) == (5, ("a", "b"), False)
 
