@@ -172,7 +172,6 @@ RECORDS = [
     {"messages": {key: [m[key] for m in HELLO] for key in ("role", "content")}},  # columns
     {"history": HELLO},
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]},
-    {"prompt": "Hi", "messages": HELLO},
     {"id": 1, "data": ["Hi", "Hello!"]},
     {"instruction": " Hi ", "input": "", "output": "Hello!\n"},
 ]

@@ -257,8 +257,8 @@ def test_processes_must_agree(monkeypatch):
     monkeypatch.setattr(processes, "is_first", lambda: False)
     monkeypatch.setattr(processes, "kv_get", lambda key: theirs)
     processes.check_same(dict(theirs), "here")
-    line = refusal(processes.check_same, {"rate": 0.2}, "here")
-    assert line.startswith("rate is 0.2 here and 0.1 for process 0, rows is absent here and 7")
+    line = refusal(processes.check_same, {"rate": 0.1}, "here")
+    assert line == "rows is absent here and 7 for process 0; start all processes alike"
 
 
 def test_a_run_of_several_processes_compares_settings_models_and_data(

@@ -13,12 +13,10 @@ import pytest
 from moa_jax.training import metrics
 from tests.model_folders import refusal
 from tests.train.toy_run import (
-    final_state,
     placed_batch,
     steps_of,
     toy_config,
     toy_job,
-    toy_update,
 )
 from train.run.loop import fit
 
@@ -53,7 +51,7 @@ def test_a_step_that_is_not_finite_stops_the_run(tmp_path):
 
 
 def test_a_step_that_is_not_finite_can_be_skipped(tmp_path, capsys):
-    """Parameters and optimiser state stay as they were; the count survives a resume."""
+    """The count of skipped steps survives a resume."""
     config = toy_config(tmp_path, not_finite="skip", save_every=8)
 
     def batch(step: int) -> Any:
@@ -69,16 +67,6 @@ def test_a_step_that_is_not_finite_can_be_skipped(tmp_path, capsys):
     assert [r["step"] for r in records(tmp_path, kind="train")] == [2, 4, 6, 8, 10, 12]
     assert (tmp_path / "run" / "not_finite_7.npz").is_file()
     assert "1 updates skipped" in capsys.readouterr().err.splitlines()[-1]
-
-    state = toy_job(config).start()
-    update = toy_update(config.optim, config.run.seed)
-    for step in range(12):
-        before = jax.device_get(state)  # the update takes the state's memory
-        state, _ = update(state, None, spoilt_batch(step))
-        if step == BAD:
-            expected = before._replace(step=before.step + 1)
-            jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), expected)
-    jax.tree.map(np.testing.assert_array_equal, final_state(tmp_path), jax.tree.leaves(state))
 
 
 # ---- figures ------------------------------------------------------------------------------

@@ -176,13 +176,10 @@ def test_export_writes_the_drafter_of_a_checkpoint(small_target, tmp_path, capsy
     next((tmp_path / "run" / "checkpoints" / "9").glob("state/**/d/*")).write_bytes(b"")
     for checkpoint, line in {
         "7": "7: no such checkpoint",
-        "last": "say best, newest or a step",
         "9": "9: damaged",
     }.items():
         assert line in refusal(exported, checkpoint, "refused")
     assert not (tmp_path / "refused").exists()
-    other = dataclasses.replace(config, horizon=4)
-    assert "other settings: horizon: 3 -> 4" in refusal(export.export, other, 12)
 
 
 def test_best_checkpoint_is_that_of_the_highest_tau(small_target, tmp_path):

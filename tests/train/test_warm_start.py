@@ -43,9 +43,6 @@ def evaluations(folder: Path) -> list[list]:
 def test_a_run_goes_on_from_the_weights_of_another(small_target, distilled, tmp_path):
     """It starts at the other's last evaluation, with a fresh optimiser and another rate."""
     config = warm_config(tmp_path, small_target, distilled / "run")
-    log = tmp_path / "run" / "metrics.jsonl"  # of another start, which came to no checkpoint
-    log.parent.mkdir()
-    log.write_text('{"step": 0, "kind": "eval", "kl": 99.0}\n')
     distill.distill(changed(config, optim_learning_rate=1e-4, optim_peak=1.0))
     before, after = evaluations(distilled), evaluations(tmp_path)
     assert after[0] == before[-1] != before[0]
