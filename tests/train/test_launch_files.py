@@ -65,7 +65,6 @@ SERVING_ENDS = [
     ([1, 1, 0], 3, 0),
     ([137, 134, 139, 143, 0], 5, 0),  # srun has the code of the one that was killed or aborted
     ([2], 1, 2),
-    ([130], 1, 130),
     ([137] * 9, 5, 137),  # it cannot start
     (["1 ready"] * 6 + [0], 7, 0),
 ]

@@ -121,9 +121,6 @@ def test_meshes_that_cannot_be_are_refused():
     config = mesh_run.config_of(MeshConfig(1, 3, 1))
     said = refusal(make_train_step, config, mesh_run.TARGET, abstract_mesh(3, 1))
     assert "choose a multiple of 3" in said
-    for mesh, line in (
-        (abstract_mesh(1, 4), "qkv.kernel has an axis of 2, which mesh tensor = 4"),
-        (abstract_mesh(5, 1), "embed has an axis of 96, which mesh fsdp x tensor = 5"),
-    ):
-        of_target = sharding.of_table(convert.target_table(mesh_run.TARGET), mesh)
-        assert line in refusal(sharding.tree_of, abstract_frozen(mesh_run.TARGET), of_target)
+    of_target = sharding.of_table(convert.target_table(mesh_run.TARGET), abstract_mesh(1, 4))
+    line = refusal(sharding.tree_of, abstract_frozen(mesh_run.TARGET), of_target)
+    assert "qkv.kernel has an axis of 2, which mesh tensor = 4" in line

@@ -234,7 +234,6 @@ def test_processes_decode_together_in_training(tmp_path, small_target, monkeypat
 
 NOWHERE = {
     "--coordinator localhost --processes 2 --process 0": "localhost; write HOST:PORT, as in",
-    "--coordinator :8476 --processes 1 --process 0": ":8476; write HOST:PORT",
     "--coordinator host:99999 --processes 1 --process 0": "host:99999; write HOST:PORT",
     "--coordinator host:1 --processes 2 --process 2": "--process 2; choose from 0 to 1",
     "--coordinator host:1": "go together; give all three",
