@@ -187,6 +187,13 @@ def test_a_refused_prompt_ends_its_conversation_alone(ask, fake, tmp_path, capsy
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) > 1
 
 
+def test_retry_after_is_obeyed(ask, fake, tmp_path):
+    turns = itertools.count()
+    fake.fault = lambda handler: next(turns) == 0 and handler.reply(429, {}, Retry_After="1")
+    ask(tmp_path / "a.jsonl", "--limit", "1", "--concurrency", "1")
+    assert fake.times[1] - fake.times[0] >= 1
+
+
 # ---- other servers ------------------------------------------------------------------------
 
 
