@@ -1,10 +1,13 @@
-"""What a user watches: steps that are not finite, figures, progress, TensorBoard, curves."""
+"""Figures that a user watches: steps that are not finite, speed, progress, TensorBoard."""
 
 from __future__ import annotations
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import jax
 import numpy as np
@@ -12,12 +15,7 @@ import pytest
 
 from moa_jax.training import metrics
 from tests.model_folders import refusal
-from tests.train.toy_run import (
-    placed_batch,
-    steps_of,
-    toy_config,
-    toy_job,
-)
+from tests.train.toy_run import placed_batch, steps_of, toy_config, toy_job
 from train.run.loop import fit
 
 BAD = 6  # the batch of this step makes the loss NaN: it is update 7
@@ -65,7 +63,6 @@ def test_a_step_that_is_not_finite_can_be_skipped(tmp_path, capsys):
     (record,) = records(tmp_path, kind="not_finite")
     assert record["step"] == 7 and record["loss"] == "nan" and record["skipped"] == 1
     assert [r["step"] for r in records(tmp_path, kind="train")] == [2, 4, 6, 8, 10, 12]
-    assert (tmp_path / "run" / "not_finite_7.npz").is_file()
     assert "1 updates skipped" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -85,6 +82,15 @@ def test_speed_stands_beside_the_metrics(tmp_path, monkeypatch, capsys):
     assert not any("tokens_per_s" in record for record in records(tmp_path))
     (shown,) = [line for line in capsys.readouterr().err.splitlines() if "train 12/12" in line]
     assert "loss " in shown and "tau " in shown and "tokens/s " in shown and "MFU " in shown
+
+
+def test_tensorboard_gets_every_loss(tmp_path, monkeypatch):
+    fake = MagicMock(__spec__=ModuleSpec("tensorboardX", None))
+    monkeypatch.setitem(sys.modules, "tensorboardX", fake)
+    fit(toy_job(toy_config(tmp_path, tensorboard=True)), None)
+    writer = fake.SummaryWriter.return_value.__enter__.return_value
+    for record in records(tmp_path, kind="train"):
+        writer.add_scalar.assert_any_call("train/loss", record["loss"], record["step"])
 
 
 def test_prompts_are_decoded_at_checkpoints_and_the_summary_names_the_best(tmp_path, capsys):
