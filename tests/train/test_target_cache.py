@@ -171,12 +171,12 @@ def test_a_cache_belongs_to_weights_whatever_the_tokenizer(small_target, tmp_pat
     shutil.copytree(small_target, target)
     (target / "tokenizer.json").write_text((target / "tokenizer.json").read_text() + "\n")
     flags, rows = CacheFlags(tmp_path / "cache", 1.0), Batches(rows_of(0), 2, seed=0)
-    opened = lambda folder, described: (
-        distill.open_cache(
-            flags, distill_config(tmp_path, folder), describe_target(described), rows
-        )._made_from
-    )
-    assert opened(small_target, bare) == opened(target, target) != opened(bare, bare)
+
+    def made_from(folder: Path, described: Path) -> dict:
+        config, target = distill_config(tmp_path, folder), describe_target(described)
+        return distill.open_cache(flags, config, target, rows)._made_from
+
+    assert made_from(small_target, bare) == made_from(target, target) != made_from(bare, bare)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     refused = refusal(distill.open_cache, flags, None, None, None)
     assert "--target-cache needs one process" in refused
