@@ -2,19 +2,17 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from moa_jax.config import DataConfig
-from moa_jax.data import batches, chat, reference, rows, sources
+from moa_jax.data import batches, chat, reference, sources
 from moa_jax.data import tokenizer as tk
-from moa_jax.errors import InputError
 from tests.conftest import golden_cases
+from tests.data.conftest import CONVERSATIONS
+from tests.model_folders import refusal
 
-DATA = Path(__file__).parent
-CONVERSATIONS = str(DATA / "conversations.jsonl")
 PAD = 7
 
 
@@ -59,70 +57,31 @@ def test_packed_rows_hold_every_example_whole(seed, longest_first):
     assert [a.dtype for a in rows] == [np.int32, np.int32, np.int32, bool]
 
 
-def mixed_jsonl(path: Path, records: list[dict]) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
-def mixed_parquet(path: Path, records: list[dict]) -> str:
-    import pyarrow
-    from pyarrow import parquet
-
-    columns = dict.fromkeys(key for record in records for key in record)
-    full = [dict.fromkeys(columns) | record for record in records]
-    parquet.write_table(pyarrow.Table.from_pylist(full), path)
-    return str(path)
-
-
-@pytest.mark.parametrize("name, save", [("a.jsonl", mixed_jsonl), ("a.parquet", mixed_parquet)])
-def test_one_file_may_hold_answers_of_all_kinds(tmp_path, tokenizer, name, save):
+def test_one_file_may_hold_answers_of_all_kinds(tmp_path, tokenizer):
     """Text alone and ids alone, as earlier versions wrote them, and text with ids."""
     (talk, *_) = sources.read(CONVERSATIONS)
     messages = talk["messages"][:2]
-    ids = {"prompt_ids": [5, 6], "token_ids": [7, 8, 9]}
+    ids = {"prompt_ids": [5, 6], "token_ids": [7, 8, 9], "finish_reason": "length"}
     later = {"prompt_ids": [5, 6, 7, 8, 9, 4], "token_ids": [3]}
-    finish = {"finish_reason": "length"}
-    records = [{"messages": messages}, ids, ids | finish]
-    records += [{"messages": messages, "answers": [ids | finish, later | finish]}]
-    config = dataclasses.replace(CONFIG, train=(save(tmp_path / name, records),), pack=False)
+    records = [{"messages": messages}, ids, {"messages": messages, "answers": [ids, later]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    config = dataclasses.replace(CONFIG, train=(str(tmp_path / "a.jsonl"),), pack=False)
     source, report = batches.load(config, tokenizer, len(tokenizer), "train")
-    assert (report.kept, report.dropped, source.num_rows) == (4, {}, 4)
-    rendered = chat.encode(tokenizer, messages, config.max_length)
-    found = [tokens_T[segment_T > 0].tolist() for tokens_T, segment_T, *_ in zip(*source.rows)]  # noqa: B905
-    whole = [5, 6, 7, 8, 9]
-    assert found == [rendered.tokens_T.tolist(), whole, whole, [*whole, 4, 3]]
+    assert (report.kept, report.dropped, source.num_rows) == (3, {}, 3)
+    rendered = chat.encode(tokenizer, messages, config.max_length).tokens_T.tolist()
+    rows = zip(source.rows.tokens_BT, source.rows.segment_BT, strict=True)
+    found = [tokens_T[segment_T > 0].tolist() for tokens_T, segment_T in rows]
+    assert found == [rendered, [5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 4, 3]]
     answers = [np.flatnonzero(row).tolist() for row in source.rows.response_BT]
-    assert answers[1:] == [[2, 3, 4], [2, 3, 4], [2, 3, 4, 6]]
+    assert answers[1:] == [[2, 3, 4], [2, 3, 4, 6]]
 
 
-def test_packing_fills_the_fullest_row_that_has_room():
-    given = [chat.Example(np.full(n, n, np.int32), np.ones(n, bool)) for n in (6, 4, 3, 2, 4, 1)]
-    rows = batches.pack(given, 8, PAD)
-    assert rows.tokens_BT.tolist() == [
-        [6, 6, 6, 6, 6, 6, 2, 2],
-        [4, 4, 4, 4, 3, 3, 3, 1],
-        [4, 4, 4, 4, PAD, PAD, PAD, PAD],
-    ]
-    assert rows.segment_BT[1].tolist() == [1, 1, 1, 1, 2, 2, 2, 3]
-    assert rows.position_BT[1].tolist() == [0, 1, 2, 3, 0, 1, 2, 0]
-
-
-@pytest.mark.parametrize(("median", "spread"), [(1000, 0.35), (1200, 0.5), (1190, 0.3)])
-def test_rows_of_two_long_conversations_are_full(median, spread):
+def test_rows_of_two_long_conversations_are_full():
     """Lengths like UltraChat's, about 1,200 tokens and cut at 2,048, in rows of 4,096."""
-    lengths = np.random.default_rng(0).lognormal(np.log(median), spread, 8192)
+    lengths = np.random.default_rng(0).lognormal(np.log(1200), 0.5, 8192)
     lengths = np.minimum(lengths, 2048).astype(int)
     given = [chat.Example(np.full(n, 1, np.int32), np.ones(n, bool)) for n in lengths]
-    in_order, longest_first = (
-        (batches.pack(given, 4096, PAD, first).segment_BT > 0).mean() for first in (False, True)
-    )
-    assert longest_first > 0.97 and longest_first > in_order
-
-
-def test_rows_that_are_not_packed_keep_their_order():
-    laid = (rows.blocks(examples(0), False, 64, PAD, longest) for longest in (True, False))
-    (one,), (other,) = map(list, laid)
-    np.testing.assert_equal(one, other)
+    assert (batches.pack(given, 4096, PAD, longest_first=True).segment_BT > 0).mean() > 0.97
 
 
 @pytest.mark.parametrize("place", [batches.pack, batches.pad])
@@ -171,14 +130,6 @@ def test_few_rows_are_filled_up_with_empty_ones():
     assert batch.segment_BT[~empty].all()
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer") / "small"
-    texts = (m["content"] for r in sources.read(CONVERSATIONS) for m in r["messages"])
-    tk.train_tokenizer(texts, 512, folder)
-    return tk.load_tokenizer(folder)
-
-
 CONFIG = DataConfig(
     train=(CONVERSATIONS,),
     validation=(CONVERSATIONS,),
@@ -189,102 +140,56 @@ CONFIG = DataConfig(
 )
 
 
-def test_load_keeps_all_conversations(tokenizer):
-    source, report = batches.load(CONFIG, tokenizer, 512, "train")
+def test_load_keeps_all_conversations(talk_tokenizer):
+    source, report = batches.load(CONFIG, talk_tokenizer, 512, "train")
     assert report.kept == report.examples == 40 and report.dropped == {}
     assert report.rows == len(source.rows.tokens_BT) < 40 and report.fill > 0.8
     assert report.tokens == (source.rows.segment_BT > 0).sum()
     assert report.response_tokens == source.rows.response_BT.sum()
     answers = [
-        message["content"] + tk.END
+        message["content"]
         for record in sources.read(CONVERSATIONS)
         for message in record["messages"]
         if message["role"] == "assistant"
     ]
-    written = [
-        tokenizer.decode(tokens_T[response_T])
-        for tokens_T, _, _, response_T in zip(*source.rows, strict=True)
-    ]
-    assert sorted("".join(written).split(tk.END)) == sorted("".join(answers).split(tk.END))
-
-
-def test_load_unpacked_and_by_source(tokenizer):
-    config = dataclasses.replace(CONFIG, pack=False, sources=("hotel", "talk"))
-    source, report = batches.load(config, tokenizer, 512, "validation")
-    assert report.kept == report.rows == 11
-    assert source.rows.segment_BT.max() == 1 and len(source) == 2
+    rows = zip(source.rows.tokens_BT, source.rows.response_BT, strict=True)
+    written = "".join(talk_tokenizer.decode(tokens_T[response_T]) for tokens_T, response_T in rows)
+    assert sorted(written.split(tk.END)) == sorted([*answers, ""])
 
 
 @pytest.mark.parametrize("answers", ["turns", "reference"])
-def test_load_ids_beside_messages(tokenizer, tmp_path, answers):
-    """Records of ids keep theirs under either rule, whatever the template would make of them."""
-    talk = next(sources.read(CONVERSATIONS))
+def test_ids_are_kept_under_either_rule(talk_tokenizer, tmp_path, answers):
+    """Whatever the template would make of them."""
     ids = {"prompt_ids": [400, 3], "token_ids": [401, 2, 2, 511]}
     records = [
         ids,
-        talk,
         ids | {"token_ids": [*range(100, 400)]},  # cut
         ids | {"prompt_ids": [3] * 256},  # so long that nothing of the answer is left
         ids | {"token_ids": [512]},
-        ids | {"token_ids": []},
     ]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     config = dataclasses.replace(CONFIG, train=(str(path),), pack=False, answers=answers)
-    source, report = batches.load(config, tokenizer, 512, "train")
+    source, report = batches.load(config, talk_tokenizer, 512, "train")
     rows = source.rows
-    here = rows.segment_BT == 1
-    assert rows.tokens_BT[0][here[0]].tolist() == [400, 3, 401, 2, 2, 511]
-    assert rows.tokens_BT[2].tolist() == [400, 3, *range(100, 354)]
-    assert [np.flatnonzero(rows.response_BT[i]).tolist() for i in (0, 2)] == [
-        [2, 3, 4, 5],
-        [*range(2, 256)],
-    ]
-    messages = talk["messages"]
-    encoded = {
-        "turns": chat.encode(tokenizer, messages, 256),
-        "reference": reference.reference_encode(tokenizer, messages, 512, 256),
-    }[answers]
-    np.testing.assert_equal(rows.tokens_BT[1][here[1]], encoded.tokens_T)
-    np.testing.assert_equal(rows.response_BT[1][here[1]], encoded.response_T)
-    assert (report.kept, report.full) == (3, 1)
-    assert {reason.split(";")[0]: count for reason, count in report.dropped.items()} == {
-        "no answer within 256 tokens": 2,
-        "ids outside the vocabulary of 512": 1,
-    }
+    assert rows.tokens_BT[0][rows.segment_BT[0] == 1].tolist() == [400, 3, 401, 2, 2, 511]
+    assert rows.tokens_BT[1].tolist() == [400, 3, *range(100, 354)]
+    found = [np.flatnonzero(row).tolist() for row in rows.response_BT]
+    assert found == [[2, 3, 4, 5], [*range(2, 256)]]
+    assert (report.kept, report.full) == (2, 1)
+    assert str(report).startswith("4 conversations, 2 dropped (1 x no answer within 256 tokens")
 
 
-def test_the_report_is_one_line():
-    report = batches.DataReport(7, {"too long": 2, "no answer": 1}, 7, 0, 90, 40, 5, 20)
-    assert str(report) == (
-        "7 conversations, 3 dropped (2 x too long; 1 x no answer), 90 tokens, "
-        "40 of them answers, in 5 rows, 90% full"
-    )
-    assert "7 conversations, 0 dropped, 90" in str(dataclasses.replace(report, dropped={}))
-
-
-def test_load_plain_text(tokenizer, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": "A room for two nights, please. " * 30}) + "\n")
-    config = dataclasses.replace(CONFIG, train=(str(path),), max_length=50)
-    source, report = batches.load(config, tokenizer, 512, "train")
-    assert report.kept == 1 and report.examples > 3 and report.full == report.examples - 1
-    assert report.response_tokens == report.tokens
-
-
-def test_load_refuses(tokenizer, tmp_path):
-    def refused(fault, vocab_size=512, **changes):
-        with pytest.raises(InputError, match=fault) as raised:
-            batches.load(dataclasses.replace(CONFIG, **changes), tokenizer, vocab_size, "train")
-        assert "\n" not in str(raised.value)
-
-    refused("none of 40 records of .* can be used; of 40: no answer within 4", max_length=4)
-    refused("no records of the sources space in", sources=("space",))
-    refused("an empty list of paths", train=())
-    refused("none of 40 .* ids outside the vocabulary of 100", vocab_size=100)
-    refused("no token 599", vocab_size=600, answers="reference")
-    (tmp_path / "a.jsonl").write_text('{"messages": [\n')
-    refused(r"of 1: not JSON .* \(first: .*a\.jsonl line 1\)", train=(str(tmp_path / "a.jsonl"),))
+def test_load_refuses(talk_tokenizer):
+    for line, vocab_size, changes in (
+        ("none of 40 records of", 512, dict(max_length=4)),
+        ("no records of the sources space in", 512, dict(sources=("space",))),
+        ("an empty list of paths", 512, dict(train=())),
+        ("ids outside the vocabulary of 100", 100, {}),
+        ("no token 599", 600, dict(answers="reference")),
+    ):
+        config = dataclasses.replace(CONFIG, **changes)
+        assert line in refusal(batches.load, config, talk_tokenizer, vocab_size, "train")
 
 
 @pytest.mark.golden

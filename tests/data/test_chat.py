@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from moa_jax.config import DataConfig
-from moa_jax.data import chat, encode, records, reference
+from moa_jax.data import chat, records, reference
 from moa_jax.data import tokenizer as tk
 from moa_jax.errors import InputError
 from tests.conftest import golden_cases
+from tests.model_folders import refusal
 
 LLAMA3 = (
     "{% for m in messages %}{% if loop.first %}{{ '<|begin|>' }}{% endif %}"
@@ -32,10 +32,6 @@ NO_END_MARK = (
     "{% for m in messages %}{{ m['role'] | upper + ': ' + m['content'] + ' ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
-ONE_END_MARK = (
-    "{% for m in messages %}{{ '\n' + m['role'] + ': ' + m['content'] | trim }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '\nassistant:' }}{% else %}{{ '<|end|>' }}{% endif %}"
-)
 THINK_LAST = (  # as Qwen3: an empty thought before the last answer only
     "{% for m in messages %}{{ '<|begin|>' + m['role'] + '\n' }}"
     "{% if loop.last and m['role'] == 'assistant' %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
@@ -47,11 +43,6 @@ THINK_FIRST = (  # as reasoning models: the prompt opens a thought that the hist
     "{% if m['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
 )
-MESS = (  # shouts, drops the system message, forgets all but the last question and answer
-    "{% for m in messages[-2:] if m['role'] != 'system' %}"
-    "{{ '### ' ~ m['role'] | upper ~ ' ###\n' ~ m['content'] | trim ~ '\n\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '### ASSISTANT ###\n' }}{% endif %}"
-)
 # name -> template, and the text of answer `a` in it, or None if the template leaves it out
 TEMPLATES = {
     "own": (tk.CHAT_TEMPLATE, lambda a, last: f"{a.strip()}<|end|>"),
@@ -59,13 +50,11 @@ TEMPLATES = {
     "chatml": (CHATML, lambda a, last: f"{a}<|end|>\n"),
     "inst": (INST, lambda a, last: f" {a} <|end|>"),
     "no_end_mark": (NO_END_MARK, lambda a, last: f" {a} " if last else f" {a}"),
-    "one_end_mark": (ONE_END_MARK, lambda a, last: f" {a.strip()}" + "<|end|>" * last),
     "think_last": (
         THINK_LAST,
         lambda a, last: "<think>\n\n</think>\n\n" * last + f"{a}<|end|>\n",
     ),
     "think_first": (THINK_FIRST, lambda a, last: f"{a}<|end|>"),
-    "mess": (MESS, lambda a, last: f"{a.strip()}\n\n" if last else None),
 }
 WORDS = "coffee table room 42 rain, naïve 日本 🙂 ok? USER: user assistant\nnew \n\nlines".split(
     " "
@@ -132,17 +121,6 @@ def test_the_prompt_ends_where_the_last_answer_begins(tokenizer, name):
         assert prompt == example.tokens_T[:last_begin].tolist()
 
 
-def test_thoughts_are_cut_out_of_the_history(tokenizer):
-    tokenizer.chat_template = THINK_FIRST
-    messages = conversation(3, system=False)
-    plain = chat.encode(tokenizer, messages, 10_000)
-    thoughtful = [
-        {**m, "content": f"I wonder.</think>{m['content']}" if i % 2 else m["content"]}
-        for i, m in enumerate(messages)
-    ]
-    np.testing.assert_equal(chat.encode(tokenizer, thoughtful, 10_000), plain)
-
-
 def test_a_token_over_the_end_of_an_answer_belongs_to_it(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     contents = ["in the", " cof", "fee", " room"]
@@ -164,26 +142,14 @@ def test_long_conversations_are_cut(tokenizer):
     assert chat.encode(tokenizer, messages, first) is None
 
 
-@pytest.mark.parametrize(
-    "template, reason",
-    [
+def test_unfit_templates(tokenizer):
+    for template, reason in (
         (None, "no chat template"),
         ("{{ raise_exception('turns must alternate') }}", "turns must alternate"),
         ("{% for m in messages + messages %}{{ m['content'] }}{% endfor %}", "each turn once"),
-        ("{% for m in messages %}{{ m['nothing']['at all'] }}{% endfor %}", "refuses"),
-    ],
-)
-def test_unfit_templates(tokenizer, template, reason):
-    tokenizer.chat_template = template
-    with pytest.raises(InputError, match=reason) as raised:
-        chat.encode(tokenizer, conversation(0), 100)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": " \n"}]])
-def test_empty_prompts(tokenizer, messages):
-    with pytest.raises(InputError, match="prompt is empty"):
-        chat.prompt_ids(tokenizer, messages)
+    ):
+        tokenizer.chat_template = template
+        assert reason in refusal(chat.encode, tokenizer, conversation(0), 100)
 
 
 def test_plain_text_in_chunks(tokenizer):
@@ -201,35 +167,19 @@ def test_plain_text_in_chunks(tokenizer):
 HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"messages": HELLO},
-        {"messages": [{**message, "extra": 1} for message in HELLO], "source": "x#y"},
-        {"messages": {key: [m[key] for m in HELLO] for key in ("role", "content")}},  # columns
-        {"history": HELLO},
-        {"conversations": HELLO},
-        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]},
-        {"prompt": "Hi", "messages": HELLO},
-        {"id": 1, "data": ["Hi", "Hello!"]},
-        {"instruction": " Hi ", "output": "Hello!\n"},
-        {"instruction": "Hi", "input": "", "output": "Hello!"},
-    ],
-)
+RECORDS = [
+    {"messages": [{**message, "extra": 1} for message in HELLO], "source": "x#y"},
+    {"messages": {key: [m[key] for m in HELLO] for key in ("role", "content")}},  # columns
+    {"history": HELLO},
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]},
+    {"id": 1, "data": ["Hi", "Hello!"]},
+    {"instruction": " Hi ", "input": "", "output": "Hello!\n"},
+]
+
+
+@pytest.mark.parametrize("record", RECORDS)
 def test_record_styles(record):
     assert records.messages_of(record) == HELLO
-
-
-def test_alpaca_input_and_system_messages():
-    record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
-    assert records.messages_of(record)[0]["content"] == "Add.\n\n1 and 2"
-    turns = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}]
-    record = {"conversations": [*turns, {"from": "gpt", "value": "Hello!"}]}
-    assert [m["role"] for m in records.messages_of(record)] == ["system", "user", "assistant"]
-    messages = reference.reference_messages(record).messages
-    assert [m["role"] for m in messages] == ["user", "user", "assistant"]
-    record = {"conversations": [{"from": "system", "value": ""}, *turns[1:]]}
-    assert records.messages_of(record)[0] == {"role": "system", "content": ""}
 
 
 @pytest.fixture(scope="module", params=golden_cases("dataprep/", "expected.json"))
@@ -265,42 +215,14 @@ def test_reference_examples(recorded):
             assert example.response_T.astype(int).tolist() == wanted["response_mask"]
 
 
-@pytest.mark.golden
-def test_both_rules_agree_on_the_first_answer(recorded):
-    tokenizer, expected = recorded
-    vocab_size, max_length = expected["total_number_tokens"], expected["max_length"]
-    compared = 0
-    for record in expected["conversations"]:
-        messages = reference.reference_messages(record).messages
-        theirs = reference.reference_encode(tokenizer, messages, vocab_size, max_length)
-        if theirs and len(messages) == 2:
-            ours = chat.encode(tokenizer, records.messages_of(record), max_length)
-            np.testing.assert_equal(ours, theirs)
-            compared += 1
-    assert compared
-
-
 IDS = {"prompt_ids": [5, 0, 9], "token_ids": [7, 9], "source": "shop"}
 
 
-@pytest.mark.parametrize("max_length, kept", [(99, 5), (5, 5), (4, 4), (3, None), (1, None)])
+@pytest.mark.parametrize("max_length, kept", [(99, 5), (5, 5), (4, 4)])
 def test_ids_are_taken_as_they_are(max_length, kept):
-    examples = chat.encode_ids([IDS], 10, max_length)
-    if kept is None:
-        assert not examples
-        return
-    (example,) = examples
+    (example,) = chat.encode_ids([IDS], 10, max_length)
     assert example.tokens_T.tolist() == [5, 0, 9, 7, 9][:kept]
     assert example.response_T.tolist() == [False, False, False, True, True][:kept]
-    assert example.tokens_T.dtype == np.int32 and example.response_T.dtype == bool
-
-
-def test_ids_without_a_prompt_or_an_answer():
-    for record in ({"token_ids": [7, 9]}, {"prompt_ids": [], "token_ids": [7, 9]}):
-        (example,) = chat.encode_ids([record], 10, 99)
-        assert example.tokens_T.tolist() == [7, 9] and example.response_T.all()
-    for prompt in ([], [5]):
-        assert not chat.encode_ids([{"prompt_ids": prompt, "token_ids": []}], 10, 99)
 
 
 def test_answers_that_continue_each_other_make_one_example():
@@ -325,10 +247,7 @@ ANSWERS = [{"prompt_ids": [5], "token_ids": [7, 9], "finish_reason": "length"}]
         ({"messages": HELLO, "answers": ANSWERS}, [5, 7, 9]),
         ({"messages": HELLO, "answers": {"prompt_ids": [[5]], "token_ids": [[7, 9]]}}, [5, 7, 9]),
         ({"messages": None, "answers": None, "prompt_ids": [5], "token_ids": [8]}, [5, 8]),
-        ({"messages": HELLO, "answers": None, "prompt_ids": None, "token_ids": None}, None),
         ({"messages": HELLO, "answers": {"text": ["Hello"], "answer_start": [3]}}, None),
-        ({"messages": HELLO, "answers": ["Hello"]}, None),
-        ({"messages": HELLO}, None),
     ],
 )
 def test_ids_come_before_messages(tokenizer, record, wanted):
@@ -337,13 +256,6 @@ def test_ids_come_before_messages(tokenizer, record, wanted):
     if wanted is None:
         wanted = chat.encode(tokenizer, HELLO, 99).tokens_T.tolist()
     assert example.tokens_T.tolist() == wanted
-
-
-@pytest.mark.parametrize("second", [{"prompt_ids": [5]}, "Hello", None, {"token_ids": None}])
-def test_answers_without_ids_among_others_are_refused(tokenizer, second):
-    record = {"messages": HELLO, "answers": [*ANSWERS, second]}
-    with pytest.raises(InputError, match="ids outside the vocabulary|that is not an object"):
-        chat.encode_record(tokenizer, record, len(tokenizer), 99)
 
 
 @pytest.mark.parametrize("ids", [[10], [-1], [1 << 40], [8.0], ["8"], [True], [[8]], "8", 8])
@@ -355,59 +267,28 @@ def test_what_is_no_list_of_known_ids_is_refused(name, ids):
         chat.encode_ids([IDS | {name: ids}], 10, 3)
 
 
-def test_reference_labels_later_users_of_ids_too(tokenizer):
-    answers = [ANSWERS[0], {"prompt_ids": [5, 7, 9, 6], "token_ids": [3]}]
-    config = DataConfig((), (), 9, 9, rows_per_batch=1, seed=0, answers="reference")
-    coder = encode.Coder(config, tokenizer, 10)
-    (example,) = encode.encode_record({"messages": HELLO, "answers": answers}, coder).examples
-    assert example.tokens_T.tolist() == [5, 7, 9, 6, 3]
-    assert example.response_T.tolist() == [False, True, True, True, True]
-
-
-def test_reference_labels_later_users(tokenizer):
-    messages = [*HELLO, *HELLO]
-    example = reference.reference_encode(tokenizer, messages, len(tokenizer), 100)
-    (run,) = answers_in(tokenizer, example)
-    assert run == "Hello!<|end|><|user|>Hi<|end|><|assistant|>Hello!<|end|>"
-
-
 def test_reference_needs_its_sentinel(tokenizer):
-    with pytest.raises(InputError, match="no token 9999"):
-        reference.reference_encode(tokenizer, HELLO, 10_000, 100)
+    line = refusal(reference.reference_encode, tokenizer, HELLO, 10_000, 100)
+    assert "no token 9999" in line
     vocab_size = tokenizer.convert_tokens_to_ids("#") + 1
-    assert reference.reference_encode(tokenizer, HELLO, vocab_size, 100)
     messages = [{"role": "user", "content": "C# or C?"}, HELLO[1]]
-    with pytest.raises(InputError, match="the sentinel"):
-        reference.reference_encode(tokenizer, messages, vocab_size, 100)
+    line = refusal(reference.reference_encode, tokenizer, messages, vocab_size, 100)
+    assert "the sentinel" in line
 
 
 @pytest.mark.parametrize(
-    "turns, cut_answer, wanted",
+    "turns, wanted",
     [
-        ("uaua", False, ["One<|end|>", "Three<|end|>"]),
-        ("suaua", False, ["Two<|end|>", "Four<|end|>"]),  # what stands before the first question
-        ("saua", False, ["One<|end|>", "Three<|end|>"]),  # an answer before the first question
-        ("uaua", True, ["One<|end|>"]),  # a second question that lost its answer
+        ("uaua", ["One<|end|>", "Three<|end|>"]),
+        ("suaua", ["Two<|end|>", "Four<|end|>"]),  # what stands before the first question
+        ("saua", ["One<|end|>", "Three<|end|>"]),  # an answer before the first question
     ],
 )
-def test_reference_pairs_questions_with_answers(tokenizer, turns, cut_answer, wanted):
+def test_reference_pairs_questions_with_answers(tokenizer, turns, wanted):
     tokenizer.chat_template = tk.CHAT_TEMPLATE.replace("{{ bos_token }}", "")
     roles = {"s": "system", "u": "user", "a": "assistant"}
-    contents = ["Zero", "One", "Two", "Three", "Four"]
-    messages = [
-        {"role": roles[turn], "content": content}
-        for turn, content in zip(turns, contents, strict=False)
-    ]
-    answer = tokenizer("<|assistant|>Three<|end|>", add_special_tokens=False).input_ids
+    contents = zip(turns, ("Zero", "One", "Two", "Three", "Four"), strict=False)
+    messages = [{"role": roles[turn], "content": content} for turn, content in contents]
     length = len(tokenizer(chat.render(tokenizer, messages)).input_ids)
-    max_length = length - len(answer) if cut_answer else length
-    example = reference.reference_encode(tokenizer, messages, len(tokenizer), max_length)
+    example = reference.reference_encode(tokenizer, messages, len(tokenizer), length)
     assert answers_in(tokenizer, example) == wanted
-
-
-def test_reference_masks_the_pad_token(tokenizer):
-    tokenizer.pad_token = tk.END
-    example = reference.reference_encode(tokenizer, HELLO, len(tokenizer), 100)
-    assert answers_in(tokenizer, example) == ["Hello!"]
-    tokenizer.pad_token = None
-    assert chat.pad_id(tokenizer, 1000) == 999

@@ -1,15 +1,12 @@
 """The tokenizer that we train: exact round trips, its chat template, and its folder."""
 
 import json
-import os
-import subprocess
-import sys
 import types
 
 import pytest
 
 from moa_jax.data import tokenizer as tk
-from moa_jax.errors import InputError
+from tests.model_folders import refusal
 from train import pretrain
 
 TEXTS = [
@@ -48,23 +45,16 @@ def test_special_tokens_come_first(tokenizer):
     assert tokenizer.decode([0, 4, 5], skip_special_tokens=True) == ""
 
 
-def test_digits_stand_alone(tokenizer):
-    ids = tokenizer("19:30", add_special_tokens=False).input_ids
-    assert [tokenizer.decode([i]) for i in ids] == ["1", "9", ":", "3", "0"]
-
-
 def test_chat_template(tokenizer):
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": " Hello \n"},
         {"role": "assistant", "content": "Hi!"},
     ]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert text == (
-        "<|begin|><|system|>Be brief.<|end|><|user|>Hello<|end|><|assistant|>Hi!<|end|>"
-    )
     prompt = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
     assert prompt == "<|begin|><|system|>Be brief.<|end|><|user|>Hello<|end|><|assistant|>"
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text == f"{prompt}Hi!<|end|>"
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert ids[:2] == [0, 3] and ids[-1] == 4
 
@@ -84,28 +74,6 @@ def test_an_interrupted_training_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         tk.train_tokenizer(broken(), 320, tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("texts", [[], ["", " \n"]])
-def test_no_text_makes_no_tokenizer(tmp_path, texts):
-    with pytest.raises(InputError, match="no text to train the tokenizer"):
-        tk.train_tokenizer(iter(texts), 320, tmp_path / "new")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_loading_says_nothing_where_torch_is_absent(folder):
-    """In a process of its own: the advice comes where transformers is first imported."""
-    program = (
-        "import sys; sys.modules['torch'] = None; "
-        f"from moa_jax.data.tokenizer import load_tokenizer; load_tokenizer({str(folder)!r})"
-    )
-    absent = {"USE_TORCH": "0", "TRANSFORMERS_NO_ADVISORY_WARNINGS": None}
-    environment = {**os.environ, **absent}
-    environment = {name: value for name, value in environment.items() if value is not None}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stderr == ""
 
 
 def test_pretraining_reads_all_text_that_there_is(tmp_path):
@@ -129,12 +97,8 @@ def test_pretraining_reads_all_text_that_there_is(tmp_path):
 
 
 def test_bad_input(folder, tmp_path):
-    with pytest.raises(InputError, match="vocabulary of 261"):
-        tk.train_tokenizer(iter(TEXTS), 261, tmp_path / "small")
-    with pytest.raises(InputError, match="exists already"):
-        tk.train_tokenizer(iter(TEXTS), 320, folder)
-    with pytest.raises(InputError, match="holds no tokenizer.json"):
-        tk.load_tokenizer(tmp_path)
-    with pytest.raises(InputError, match="cannot load the tokenizer /no/such/folder") as raised:
-        tk.load_tokenizer("/no/such/folder")
-    assert "\n" not in str(raised.value)
+    train = lambda size, place: tk.train_tokenizer(iter(TEXTS), size, place)
+    assert "vocabulary of 261" in refusal(train, 261, tmp_path / "small")
+    assert "exists already" in refusal(train, 320, folder)
+    assert "no text to train" in refusal(tk.train_tokenizer, iter([" \n"]), 320, tmp_path / "new")
+    assert "holds no tokenizer.json" in refusal(tk.load_tokenizer, tmp_path)

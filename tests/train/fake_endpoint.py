@@ -16,47 +16,42 @@ from moa_jax.data.tokenizer import load_tokenizer
 Fault = Callable[["Handler"], bool]  # True where it has answered in place of the server
 
 
+def scripted_answer(
+    tokenizer: Any, prompt_ids: list[int], max_tokens: int, ignore_stop: bool
+) -> tuple[list[int], bool]:
+    """Tokens that depend on the prompt alone, and whether they end with a stop; some are cut."""
+    number = sum(prompt_ids) % 97
+    ids = tokenizer(f" I heard {number}.", add_special_tokens=False).input_ids
+    if ignore_stop or number % 7 == 0:
+        return (ids * max_tokens)[:max_tokens], False
+    return [*ids, tokenizer.eos_token_id], True
+
+
 class FakeEndpoint:
-    """What it knows, how it fails, and what it was asked."""
+    """The server's models and key, its faults, and the requests that it got."""
 
     def __init__(self, folder: Any, **options: Any) -> None:
         self.tokenizer = load_tokenizer(folder)
         self.models = [{"id": "scripted", "max_model_len": 4096}]
-        self.model, self.key = "scripted", None
-        self.gives_ids = True
-        self.probe_status = 200  # of the first request, for one token; 0 counts it as any other
+        self.key = None
+        self.probe_status = 200  # of the first request, for one token
         self.fault: Fault | None = None  # of all requests for completions
         self.posts: list[dict[str, Any]] = []  # that were answered
         self.times: list[float] = []  # of all requests for completions
-        self.connections: set[Any] = set()
         self.lock = threading.Lock()
         vars(self).update(options)
-
-    def answer(self, prompt: list[int]) -> tuple[list[int], str, str]:
-        """Tokens, text and finish reason: those of `Scripted`."""
-        number = sum(prompt) % 97
-        text = f" I heard {number}. "
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        stops = number % 7 != 0
-        return [*ids, self.tokenizer.eos_token_id], text, "stop" if stops else "length"
 
     def prompts(self) -> list[tuple[int, ...]]:
         """Those that were answered."""
         return [tuple(post["prompt"]) for post in self.posts]
 
-    def completion(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        prompt, most = body["prompt"], body["max_tokens"]
-        ids, text, finish = self.answer(prompt)
-        if finish == "length":
-            ids = self.tokenizer(text.rstrip(), add_special_tokens=False).input_ids
-        if body.get("ignore_eos") or finish == "length":
-            ids, finish = (ids * most)[:most], "length"
-            text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        choice = {"index": 0, "text": text, "finish_reason": finish}
-        if body.get("return_token_ids") and self.gives_ids:
-            choice["token_ids"] = ids
+    def completion(self, body: dict[str, Any]) -> dict[str, Any]:
+        prompt, ignores_stop = body["prompt"], body.get("ignore_eos", False)
+        ids, stops = scripted_answer(self.tokenizer, prompt, body["max_tokens"], ignores_stop)
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        choice = {"text": text, "finish_reason": "stop" if stops else "length", "token_ids": ids}
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
-        return 200, {"model": self.model, "choices": [choice], "usage": usage}
+        return {"model": "scripted", "choices": [choice | {"index": 0}], "usage": usage}
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -74,19 +69,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self.check_key():
             return
-        if self.body["max_tokens"] == 1 and self.endpoint.probe_status:  # the client's first
-            self.reply(self.endpoint.probe_status, self.endpoint.completion(self.body)[1])
+        if self.body["max_tokens"] == 1:  # the client's first
+            self.reply(self.endpoint.probe_status, self.endpoint.completion(self.body))
             return
         with self.endpoint.lock:
             self.endpoint.times.append(time.monotonic())
-            self.endpoint.connections.add(self.client_address)
         if self.endpoint.fault is not None and self.endpoint.fault(self):
             return
-        status, content = self.endpoint.completion(self.body)
-        if status == 200:
-            with self.endpoint.lock:
-                self.endpoint.posts.append(self.body)
-        self.reply(status, content)
+        with self.endpoint.lock:
+            self.endpoint.posts.append(self.body)
+        self.reply(200, self.endpoint.completion(self.body))
 
     def check_key(self) -> bool:
         key = self.endpoint.key

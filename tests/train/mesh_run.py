@@ -1,7 +1,13 @@
-"""Trains a toy on a mesh and prints its losses as JSON: run by tests in processes of their own.
+"""Trains a toy on meshes and prints its losses as JSON: run by tests in processes of their own.
 
-python -m tests.train.mesh_run STEPS DATA,FSDP,TENSOR[,TARGET] [--devices N] [--cached] [--blocks N]
-    [--dtype D] [--parts N] [cluster flags]
+python -m tests.train.mesh_run STEPS [--devices N] [cluster flags] CASE ...
+
+A case is DATA,FSDP,TENSOR[,TARGET][/OPTION], as in 1,2,2,copied or 1,2,2/bfloat16. The options:
+
+    cached      the target's pass comes from the host, as from a cache
+    blocks      scores are computed in blocks, as on accelerators
+    bfloat16    the dtype of computations
+    parts       a batch in four micro-batches
 """
 
 from __future__ import annotations
@@ -9,6 +15,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -64,20 +71,12 @@ def frozen_weights(dtype: str = "float32") -> dict:
     return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
 
 
-def losses(
-    steps: int,
-    mesh_cfg: MeshConfig,
-    devices: list,
-    cached: bool = False,
-    dtype: str = "float32",
-    accumulate: int = 1,
-) -> list[float]:
-    """The losses of so many updates on a mesh of these devices.
-
-    `cached`: the target's pass comes from the host, as from a cache.
-    """
-    config = config_of(mesh_cfg, accumulate, dtype)
-    mesh = sharding.make_mesh(mesh_cfg, devices)
+def losses(steps: int, mesh_cfg: MeshConfig, option: str) -> list[float]:
+    """The losses of these updates."""
+    dtype = "bfloat16" if option == "bfloat16" else "float32"
+    config = config_of(mesh_cfg, 4 if option == "parts" else 1, dtype)
+    sizes = (mesh_cfg.data, mesh_cfg.fsdp, mesh_cfg.tensor)
+    mesh = sharding.make_mesh(mesh_cfg, jax.devices()[: math.prod(sizes)])
     program = make_train_step(config, TARGET, mesh)
     taps = DRAFTERS[method_of(DRAFTER)].make(DRAFTER, TARGET, config).taps
     keep = jax.jit(make_keep(TARGET, taps, jnp.dtype(dtype)), out_shardings=program.rows_sharding)
@@ -94,42 +93,38 @@ def losses(
         for step in range(steps):
             read = lambda rows, step=step: batch_of(step, rows)
             batch = sharding.place_rows(read, program.rows_sharding, (ROWS,))
-            if cached:
+            if option == "cached":
                 kept = TappedBatch(*jax.device_get((*batch, keep(weights, batch))))
                 cut = lambda rows, kept=kept: jax.tree.map(lambda x: x[rows], kept)
                 batch = sharding.place_rows(cut, program.rows_sharding, (ROWS,))
             state, metrics = update(state, weights, batch)
             found.append(float(metrics["loss"]))
-        cut = state.params["self_attention"]["mlp"]["down"]["kernel"]
-        assert cut.sharding.is_equivalent_to(
-            program.state_sharding.params["self_attention"]["mlp"]["down"]["kernel"], cut.ndim
-        )
     return found
+
+
+def result_of(case: str, steps: int) -> list[float]:
+    shape, _, option = case.partition("/")
+    sizes = shape.split(",")
+    config = MeshConfig(*map(int, sizes[:3]), *sizes[3:])
+    with pytest.MonkeyPatch.context() as patch:
+        if option == "blocks":
+            in_blocks(patch, 8)
+        return losses(steps, config, option)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("steps", type=int)
-    parser.add_argument("meshes", nargs="+")
+    parser.add_argument("cases", nargs="+")
     parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--cached", action="store_true")
-    parser.add_argument("--blocks", type=int, help="of scores, as accelerators take them")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--parts", type=int, default=1, help="of a batch")
     cluster.add_flags(parser)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", args.devices)
-    with cluster.joined(args, parser.prog), pytest.MonkeyPatch.context() as patch:
-        if args.blocks:
-            in_blocks(patch, args.blocks)
-        for mesh in args.meshes:
-            *sizes, target = mesh.split(",") if mesh.count(",") > 2 else (*mesh.split(","), "auto")
-            cfg = MeshConfig(*map(int, sizes), target)
-            one = mesh == "1,1,1"
-            devices = jax.devices()[:1] if one else jax.devices()
-            found = losses(args.steps, cfg, devices, args.cached, args.dtype, args.parts)
+    with cluster.joined(args, parser.prog):
+        for case in args.cases:
+            result = result_of(case, args.steps)
             if jax.process_index() == 0:
-                print("losses", json.dumps(found), flush=True)
+                print("result", json.dumps([case, result]), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moa_jax.config import DistillConfig, Eagle3Config, TargetConfig
+from moa_jax.config import Eagle3Config, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches
 from moa_jax.data.mixture import Mixture
 from moa_jax.decode.draft_vocabulary import (
     FILE,
-    DraftVocabulary,
     load_vocabulary,
-    save_vocabulary,
     vocabulary_of,
 )
 from moa_jax.drafters import DRAFTERS
 from moa_jax.pretrained import SpecialIds, Target, describe_target, load_drafter
-from moa_jax.training.fingerprint import changes, fingerprint
 from tests.model_folders import refusal
-from tests.train.test_training import distill_config
+from tests.train.test_training import changed, distill_config
 from train import distill, vocabulary
 from train.run import draft_vocabulary
 from train.run.draft_vocabulary import frequent_in
@@ -65,48 +60,21 @@ def test_sources_of_a_mixture_count_by_their_shares(target):
         assert frequent_in(Mixture(sources, shares, 1, 0), 2, target).ids_U.tolist() == ids
 
 
-@pytest.mark.slow
 def test_what_cannot_be_made_is_refused_before_training(small_target, tmp_path):
-    target = describe_target(small_target)
-    config = distill_config(tmp_path, small_target)
-
-    def said(**changed: object) -> str:
-        return refusal(distill.distill, dataclasses.replace(config, **changed))
-
-    size = target.config.vocab_size
-    assert f"ask for a size from 1 to {size}" in said(draft_vocabulary=size + 1)
-    assert "draft vocabulary of 0" in said(draft_vocabulary=0)
-    own = said(draft_vocabulary=9, drafter=Eagle3Config(1, 24))
-    assert own.startswith("draft_vocabulary 9: a drafter of kind eagle3 has a head of its own")
+    config = changed(distill_config(tmp_path, small_target), draft_vocabulary=321)
+    assert "ask for a size from 1 to 320" in refusal(distill.distill, config)
+    own = changed(config, drafter=Eagle3Config(1, 24))
+    assert "kind eagle3 has a head of its own" in refusal(distill.distill, own)
     assert not (tmp_path / "run").exists()
-    assert not changes(fingerprint(config), dataclasses.replace(config, draft_vocabulary=9))
-
-
-def save(target: Target, config: DistillConfig, vocabulary: DraftVocabulary | None = None) -> Path:
-    params = DRAFTERS["moa"].make(config.drafter, target.config).init(jax.random.key(0))
-    distill.save(config, params, target, vocabulary)
-    return Path(config.output)
 
 
 @pytest.fixture
 def drafter(small_target, tmp_path) -> Path:
     """The folder of an untrained drafter."""
-    return save(describe_target(small_target), distill_config(tmp_path, small_target))
-
-
-@pytest.mark.slow
-def test_a_vocabulary_that_was_added_later_is_kept(small_target, tmp_path, drafter):
-    """Where the folder is written again, unless it is damaged or a new one is there."""
-    target, config = describe_target(small_target), distill_config(tmp_path, small_target)
-    added, new = (vocabulary_of(np.array(ids, np.int32), target) for ids in ([1, 5], [2]))
-    save_vocabulary(drafter / FILE, added)
-    save(target, config)
-    assert load_vocabulary(drafter, target).ids_U.tolist() == [1, 5]
-    save(target, config, new)
-    assert load_vocabulary(drafter, target).ids_U.tolist() == [2]
-    (drafter / FILE).write_bytes(b"half a file")
-    save(target, config)
-    assert not (drafter / FILE).exists()
+    config, target = distill_config(tmp_path, small_target), describe_target(small_target)
+    params = DRAFTERS["moa"].make(config.drafter, target.config).init(jax.random.key(0))
+    distill.save(config, params, target, None)
+    return Path(config.output)
 
 
 def counted(*flags: str) -> None:
@@ -114,29 +82,17 @@ def counted(*flags: str) -> None:
     vocabulary.main([*corpus, *map(str, flags)])
 
 
-def test_the_program_adds_it_to_a_drafter(small_target, tmp_path, drafter, capsys):
-    counted("--target", small_target, "--output", tmp_path / "same")
+def test_the_program_adds_it_to_a_drafter_alone(small_target, tmp_path, drafter, capsys):
+    target = describe_target(small_target)
     counted("--target", small_target, "--draft", drafter)
     assert f"{drafter / FILE}: 40 of 320 tokens cover" in capsys.readouterr().out
-    assert (drafter / FILE).read_bytes() == (tmp_path / "same").read_bytes()
-    target = describe_target(small_target)
-    assert load_drafter(drafter, target, dtype=jnp.float32).method == "moa"
-    said = refusal(counted, "--target", small_target, "--draft", drafter)
-    assert f"{drafter / FILE} exists already; remove it or use --output" in said
-
-
-def test_the_program_adds_it_to_no_other_folder(small_target, tmp_path, drafter):
-    where = ["--target", small_target, "--draft"]
-    assert "none is no folder; name that of a drafter" in refusal(
-        counted, *where, tmp_path / "none"
-    )
-    said = refusal(counted, *where, small_target)  # a whole model is a drafter with its own head
-    assert "a drafter of kind independent has a head of its own" in said
-    config = (drafter / "config.json").read_text()
-    (drafter / "config.json").write_text(
-        config.replace('"vocabulary": "320:', '"vocabulary": "321:')
-    )
-    assert "321" in refusal(counted, *where, drafter)
-    assert not (drafter / FILE).exists() and not (small_target / FILE).exists()
-    with pytest.raises(SystemExit):
-        counted(*where, drafter, "--output", tmp_path / "both")
+    for folder, line in (
+        (drafter, f"{drafter / FILE} exists already; remove it or use --output"),
+        (small_target, "a drafter of kind independent has a head of its own"),  # a whole model
+    ):
+        assert line in refusal(counted, "--target", small_target, "--draft", folder)
+    config, params = distill_config(tmp_path, small_target), load_drafter(drafter, target).params
+    distill.save(config, params, target, None)  # a run that writes the folder again keeps it
+    assert load_vocabulary(drafter, target).ids_U.size == 40
+    distill.save(config, params, target, vocabulary_of(np.array([2], np.int32), target))
+    assert load_vocabulary(drafter, target).ids_U.tolist() == [2]

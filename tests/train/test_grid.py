@@ -15,15 +15,13 @@ from infer.info import ROOT
 from moa_jax import Session, load_drafter, load_target
 from moa_jax.config import DraftShape, Eagle3Config, EagleConfig, GridConfig, MoaConfig
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.drafters.api import TapSpec
 from moa_jax.pretrained import describe_target
 from moa_jax.training.fingerprint import fingerprint
 from tests.model_folders import refusal
 from tests.train.test_training import CONVERSATIONS, changed, distill_config
 from train import grid as grids
 from train.grid import sizes_of
-from train.run.grid_report import DRAWS, ENDINGS, _taus, render
-from train.run.target_cache import CacheFlags, shared
+from train.run.grid_report import _taus
 
 MOA = MoaConfig(1, 24, 1, 24, 1, 16)
 DEMO = ROOT / "moa_jax" / "demo" / "target"
@@ -69,50 +67,17 @@ def with_cell(grid: GridConfig, **changes) -> GridConfig:
     return dataclasses.replace(grid, cells=((name, changed(config, **changes)), *others))
 
 
-def decoded_by(grid: GridConfig, rounds: list[int]) -> dict:
-    """What finished.json holds where the prompts got 8 tokens each in so many rounds."""
-    counts = {"tokens": [8] * len(rounds), "rounds": rounds}
-    shapes = [dict.fromkeys(ENDINGS, counts)] * len(grid.shapes)
-    return {"decoding": grids.decoding_of(grid), "decoded": shapes}
-
-
 # Prefixes of the settings that cells of a comparison share.
 ALIKE = ("target", "data", "optim.total_steps", "optim.accumulate", "horizon", "run.dtype")
 
 
-def test_every_rate_and_seed_has_a_run_of_its_own(tmp_path):
-    grid = toy_grid(tmp_path, seeds=(0, 1))
-    runs = grids.runs_of(grid)
-    assert len({run.config.run.directory for run in runs}) == len(runs) == 8
-    assert {run.config.run.seed for run in runs} == {0, 1}
-    chosen = lambda *patterns: [run.folder.name for run in grids.chosen_runs(runs, patterns)]
-    assert chosen("eagle-lr0.001-*") == ["eagle-lr0.001-seed0", "eagle-lr0.001-seed1"]
-    assert len(chosen("moa-*", "*-seed0")) == 6 and len(chosen()) == 8
-    assert "--runs walrus-* matches no run" in refusal(chosen, "moa-*", "walrus-*")
-
-
 def test_a_grid_that_cannot_be_compared_is_refused(tmp_path, monkeypatch):
-    for changes, line in (
-        (dict(reference="walrus"), "no cell"),
-        (dict(seeds=()), "no seeds"),
-        (dict(prompts=0), "prompts is 0; choose a whole number of at least 1"),
-        (dict(max_new_tokens=1), "max_new_tokens is 1; choose a whole number of at least 2"),
-    ):
-        assert line in refusal(toy_grid, tmp_path, **changes)
+    assert "no cell" in refusal(toy_grid, tmp_path, reference="walrus")
     assert "several targets" in refusal(with_cell, toy_grid(tmp_path), target="other")
     grid = toy_grid(tmp_path, max_new_tokens=1024)  # all positions of the target
     monkeypatch.setattr(grids, "read_config", lambda path, kind: grid)
-    monkeypatch.setattr(grids, "train", None)
-    said = refusal(grids.main, ["--config", "given"])
-    assert "leaves max_new_tokens 1024 of the target's 1024 positions free" in said
-
-
-def test_without_rates_each_cell_keeps_its_own(tmp_path):
-    grid = toy_grid(tmp_path, learning_rates=())
-    runs = grids.runs_of(with_cell(grid, optim_learning_rate=5e-3))
-    assert [(run.cell, run.learning_rate) for run in runs] == [("moa", 5e-3), ("eagle", 1e-3)]
-    assert [run.config.optim.learning_rate for run in runs] == [5e-3, 1e-3]
-    assert runs[0].config.run.directory.endswith("/moa-lr0.005-seed0")
+    line = refusal(grids.main, ["--config", "given"])
+    assert "leaves max_new_tokens 1024 of the target's 1024 positions free" in line
 
 
 @pytest.mark.parametrize("name", ["matched", "ablations"])
@@ -154,23 +119,8 @@ def test_the_best_rate_is_reported(tmp_path):
     assert f"| moa | 1 | {size} | 0.0001 | 0.0001: 1.20, 0.001: - |\n" in text
 
 
-def test_a_finished_run_of_other_settings_is_no_result(tmp_path):
-    grid = toy_grid(tmp_path)
-    run = grids.runs_of(grid)[0]
-    finish(run, 1.5)
-    assert [row["cell"] for row in grids.rows_of(grid)] == ["moa"]
-    wider = dataclasses.replace(MOA, self_attention_intermediate_size=32)
-    for changes, line in (
-        (dict(drafter=wider), "drafter.self_attention_intermediate_size: 24 -> 32"),
-        (dict(optim_total_steps=13), "optim.total_steps: 12 -> 13"),
-        (dict(data_train=("other.jsonl",)), '-> ["other.jsonl"]'),
-    ):
-        said = refusal(grids.rows_of, with_cell(grid, **changes))
-        assert said.startswith("cell moa: ") and str(run.folder) in said and line in said
-
-
 @pytest.mark.slow
-def test_a_finished_run_of_other_data_is_no_result(tmp_path, monkeypatch):
+def test_a_finished_run_of_other_settings_or_data_is_no_result(tmp_path, monkeypatch):
     data = tmp_path / "data.jsonl"
     shutil.copy(CONVERSATIONS, data)
     grid = with_cell(toy_grid(tmp_path), data_train=(str(data),))
@@ -183,45 +133,17 @@ def test_a_finished_run_of_other_data_is_no_result(tmp_path, monkeypatch):
 
     monkeypatch.setattr(grids, "distill", distilled)
     assert grids.train([run], TARGET.config) and grids.is_finished(run)
-    (row,) = grids.rows_of(grid)
-    assert row["simulated_tau"] == 1.5
-    assert grids.files_of(run.config)[str(data)]["bytes"] == data.stat().st_size
+    assert [row["simulated_tau"] for row in grids.rows_of(grid)] == [1.5]
+    refused = refusal(grids.rows_of, with_cell(grid, optim_total_steps=13))
+    assert refused.startswith("cell moa: ") and str(run.folder) in refused
+    assert "optim.total_steps: 12 -> 13" in refused
     data.write_text(data.read_text() + "\n")
     assert f"{data}: other content" in refusal(grids.rows_of, grid)
     data.unlink()  # a report needs no data
     assert len(grids.rows_of(grid)) == 1
-    (run.folder / "finished.json").write_text('{"settings')
-    assert "finished.json is not valid JSON" in refusal(grids.rows_of, grid)
 
 
-def test_counts_of_another_decoding_do_not_count(tmp_path):
-    grid = toy_grid(tmp_path, learning_rates=())
-    trees = [DraftShape.static(paths) for paths in ([[0], [1], [0, 0]], [[0], [0, 0], [0, 1]])]
-    one, other = (dataclasses.replace(grid, shapes=(tree,)) for tree in trees)
-    finish(grids.runs_of(one)[0], 1.5, **decoded_by(one, [2, 4]))
-    assert grids.rows_of(one)[0]["decoded"]
-    for changed_grid in (other, dataclasses.replace(one, max_new_tokens=9)):
-        assert grids.rows_of(changed_grid)[0]["decoded"] is None
-
-
-# ---- one cache for all --------------------------------------------------------------------
-
-
-def test_one_cache_serves_all_cells_of_the_same_rows(tmp_path):
-    grid = toy_grid(tmp_path)
-    eagle3 = dataclasses.replace(grid.cells[0][1], drafter=Eagle3Config(1, 24))
-    grid = dataclasses.replace(grid, cells=(*grid.cells, ("eagle3", eagle3)))
-    flags = CacheFlags(tmp_path / "cache", 1.0)
-    one_of = lambda grid: shared(flags, grid.cells, TARGET.config)
-    assert one_of(grid) == flags._replace(taps=TapSpec(True, (2, 6, 9)))
-    alike = with_cell(grid, data_rows_per_batch=2, data_seed=5, optim_total_steps=13)
-    assert one_of(alike) == one_of(grid)
-    for changes, line in (
-        (dict(data_row_length=32), "cell eagle does not read the rows of moa: data.row_length: 32"),
-        (dict(run_dtype="bfloat16"), 'run.dtype: "bfloat16" -> "float32"'),
-    ):
-        other = with_cell(grid, **changes)
-        assert line in refusal(one_of, other)
+# ---- the program ------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -239,9 +161,9 @@ def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkey
     rounds_of = []
     for run in grids.runs_of(grid):
         row = json.loads((run.folder / "finished.json").read_text())
-        said, (tokens, rounds) = row["decoded"][0]["tau"], counted_alone(run, grid)
-        assert (sum(said["tokens"]), sum(said["rounds"])) == (tokens, rounds)
-        assert len(said["rounds"]) == grid.prompts
+        tau, (tokens, rounds) = row["decoded"][0]["tau"], counted_alone(run, grid)
+        assert (sum(tau["tokens"]), sum(tau["rounds"])) == (tokens, rounds)
+        assert len(tau["rounds"]) == grid.prompts
         assert f"\n| {run.cell} | 1 | {tokens / rounds:.2f} (" in text
         rounds_of.append(rounds)
     ratio = rounds_of[0] / rounds_of[1]  # of the same text
@@ -253,10 +175,6 @@ def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkey
     grids.main(["--config", "given"])
     assert capsys.readouterr().out == text
 
-    longer = tuple((name, changed(config, optim_total_steps=13)) for name, config in grid.cells)
-    grid = dataclasses.replace(grid, cells=longer)
-    assert "optim.total_steps: 12 -> 13" in refusal(grids.main, ["--config", "given"])
-
 
 def test_prompts_are_distinct_and_not_trained_on(tmp_path):
     """First turns come before later ones; a conversation that was cut in two comes once."""
@@ -265,26 +183,14 @@ def test_prompts_are_distinct_and_not_trained_on(tmp_path):
     validated_by = lambda *paths: dataclasses.replace(
         grid, cells=tuple((n, changed(c, data_validation=paths)) for n, c in grid.cells)
     )
-    tokenizer = load_tokenizer(DEMO)
-    records = [json.loads(line) for line in Path(config.validation[0]).read_text().splitlines()]
-    expected = [
-        tokenizer.apply_chat_template(
-            record["messages"][:at], add_generation_prompt=True, return_dict=False
-        )
-        for record in records
-        for at in range(1, len(record["messages"]), 2)
-    ]
-    many = validated_by(*config.validation, *config.validation, CONVERSATIONS)
-    found = grids.prompts_of(many, TARGET)
-    fitting = {tuple(each) for each in expected if len(each) < config.max_length}
-    assert fitting == set(map(tuple, found)) and len(found) == len(fitting) > 6
-    turns = [prompt.count(tokenizer.convert_tokens_to_ids("<|user|>")) for prompt in found]
+    found = grids.prompts_of(validated_by(*config.validation * 2, CONVERSATIONS), TARGET)
+    user = load_tokenizer(DEMO).convert_tokens_to_ids("<|user|>")
+    turns = [prompt.count(user) for prompt in found]
+    assert len(found) == len(set(map(tuple, found))) > 6
     assert turns == sorted(turns) and turns[0] < turns[-1]
-    seen = [validated_by(CONVERSATIONS), with_cell(grid, data_train=config.validation)]
-    mixed = (CONVERSATIONS, *config.validation)
-    seen += [with_cell(grid, data_train=mixed, data_weights=(1.0, 1.0))]
-    for one in seen:
-        assert "or the training data has them all" in refusal(grids.prompts_of, one, TARGET)
+    mixed = with_cell(grid, data_train=(CONVERSATIONS, *config.validation), data_weights=(1.0, 1.0))
+    for seen in (validated_by(CONVERSATIONS), mixed):
+        assert "or the training data has them all" in refusal(grids.prompts_of, seen, TARGET)
 
 
 def counted_alone(run: grids.GridRun, grid: GridConfig) -> tuple[int, int]:
@@ -311,56 +217,14 @@ def interval(*seeds: dict, bases: tuple = ()) -> str:
 
 
 def test_intervals_are_those_of_drawn_prompts():
+    """A ratio draws the same prompts for both; a mean of seeds draws the seeds as well."""
     tokens_P, rounds_P = np.array([10, 20, 30, 40]), np.array([10, 5, 15, 10])
+    drawn = np.random.default_rng(5).choice(4, (4000, 4))
+    expected = np.quantile(tokens_P[drawn].sum(1) / rounds_P[drawn].sum(1), [0.05, 0.95])
     tau = counts(tokens_P, rounds_P)
-    chance, found = np.random.default_rng(5), []
-    for _ in range(4000):
-        drawn = chance.choice(4, 4)
-        found.append(tokens_P[drawn].sum() / rounds_P[drawn].sum())
-    expected = np.quantile(found, [0.05, 0.95])
     bounds = [float(bound) for bound in interval(tau).split(" to ")]
     np.testing.assert_allclose(bounds, expected, rtol=0.06)
-    assert interval(tau) == interval(tau) and DRAWS == 1000
-    assert _taus("tau", "eagle", [tau], [])["tau"].startswith("2.50 (")
-    assert interval(counts([9, 9, 9], [3, 3, 3])) == "3.00 to 3.00"
-
-
-def test_intervals_of_ratios_draw_the_same_prompts():
-    tokens_P, rounds_P = np.array([10, 20, 30, 40]), np.array([10, 5, 15, 10])
-    slow, fast = counts(tokens_P, 2 * rounds_P), counts(tokens_P, rounds_P)
-    assert interval(fast, bases=(slow,)) == "2.00 to 2.00"
-    low, high = map(float, interval(fast).split(" to "))
-    assert high - low > 1
-
-
-def test_means_of_seeds_draw_the_seeds_as_well():
+    assert interval(tau, bases=(counts(tokens_P, 2 * rounds_P),)) == "2.00 to 2.00"
     slow, fast = counts([20, 20], [20, 20]), counts([20, 20], [10, 10])
     assert interval(slow, fast) == "1.00 to 2.00"
     assert interval(slow, fast, bases=(fast, slow)) == "0.50 to 2.00"
-    assert interval(fast, fast, bases=(slow, slow)) == "2.00 to 2.00"
-
-
-def test_the_report_names_settings_that_cells_do_not_share(tmp_path):
-    grid = toy_grid(tmp_path)
-    assert "Other settings" not in render(grid, [], TARGET, {})
-    text = render(with_cell(grid, optim_total_steps=13), [], TARGET, {})
-    assert "Other settings than eagle:\n\n- moa: optim.total_steps: 12 -> 13" in text
-
-
-def test_the_report_has_the_means_of_seeds(tmp_path):
-    """A chain and a tree; a cell that is not decoded yet has no line in their tables."""
-    grid = toy_grid(tmp_path, learning_rates=(), seeds=(0, 1))
-    cells = (*grid.cells, ("later", grid.cells[0][1]))
-    grid = dataclasses.replace(grid, cells=cells)
-    finished = zip(grids.runs_of(grid), ([2, 2], [4, 4], None, [4, 4], [4, 4], None), strict=True)
-    for run, rounds in finished:
-        finish(run, 1.5, **decoded_by(grid, rounds) if rounds else {})
-    text = render(grid, grids.rows_of(grid), TARGET, sizes_of(grid, TARGET))
-    mean = "3.00 (2.00 to 4.00) | 1.50 (1.00 to 2.00)"
-    assert text.count(f"\n| moa | 2 | {mean} | {mean} |\n") == 2
-    mean = "2.00 (2.00 to 2.00) | 1.00"
-    assert text.count(f"\n| eagle | 2 | {mean} | {mean} |\n") == 2
-    assert (
-        text.count("\n| later |") == 2 and "\n## Chain 3\n" in text and "\n## Tree 3/2/4\n" in text
-    )
-    assert "all rounds of up to 2 distinct held-out" in text

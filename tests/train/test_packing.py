@@ -73,38 +73,38 @@ def frozen() -> dict:
     return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
 
 
+def gradient_of(name: str) -> tuple:
+    """A drafter, its parameters, and its loss with gradients."""
+    config, objective = KINDS[name]
+    drafter = DRAFTERS[method_of(config)].make(config, TARGET, objective)
+    params = jax.tree.map(lambda x: 3 * x, drafter.init(jax.random.key(2)))
+    gradient = jax.value_and_grad(make_loss(TARGET, drafter, jnp.float32), has_aux=True)
+    return drafter, params, lambda *given: gradient(*given, jax.random.key(3), jnp.float32(0.7))
+
+
+def assert_close(one, other) -> None:
+    for ours, wanted in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        np.testing.assert_allclose(ours, wanted, rtol=2e-4, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in KINDS]
 )
 def test_packed_is_alone(name, laid_out, frozen):
     """Loss, gradients and the figures of evaluations."""
-    config, objective = KINDS[name]
-    drafter = DRAFTERS[method_of(config)].make(config, TARGET, objective)
-    params = jax.tree.map(lambda x: 3 * x, drafter.init(jax.random.key(2)))
-    gradient = jax.value_and_grad(make_loss(TARGET, drafter, jnp.float32), has_aux=True)
+    drafter, params, gradient = gradient_of(name)
     probe = make_probe(TARGET, drafter, jnp.float32, horizon=3)
-    found = [
-        (
-            jax.jit(gradient)(params, frozen, batch, jax.random.key(3), jnp.float32(0.7)),
-            jax.jit(probe)(params, frozen, batch),
-        )
-        for batch in laid_out
-    ]
-    for packed, alone in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_allclose(packed, alone, rtol=2e-4, atol=2e-6)
+    both = jax.jit(lambda *given: (gradient(*given), probe(*given)))
+    assert_close(*(both(params, frozen, batch) for batch in laid_out))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
 def test_scores_in_blocks_train_the_same(name, laid_out, frozen, monkeypatch):
     """Loss and gradients of packed rows with the kernels of accelerators, interpreted."""
-    config, objective = KINDS[name]
-    drafter = DRAFTERS[method_of(config)].make(config, TARGET, objective)
-    params = jax.tree.map(lambda x: 3 * x, drafter.init(jax.random.key(2)))
-    gradient = jax.value_and_grad(make_loss(TARGET, drafter, jnp.float32), has_aux=True)
-    given = (params, frozen, laid_out[0], jax.random.key(3), jnp.float32(0.7))
+    _, params, gradient = gradient_of(name)
+    given = (params, frozen, laid_out[0])
     by_einsum = jax.jit(gradient)(*given)
     calls = in_blocks(monkeypatch, 12)
-    in_blocks_of_12 = jax.jit(lambda *given: gradient(*given))(*given)
+    assert_close(jax.jit(lambda *given: gradient(*given))(*given), by_einsum)
     assert len(calls) >= 2
-    for ours, wanted in zip(*map(jax.tree.leaves, (in_blocks_of_12, by_einsum)), strict=True):
-        np.testing.assert_allclose(ours, wanted, rtol=2e-4, atol=2e-6)

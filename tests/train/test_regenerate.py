@@ -3,28 +3,21 @@
 import functools
 import itertools
 import json
-import os
-import shutil
 from collections import Counter
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infer.cli.flags.pair import DEMO
 from moa_jax import InputError, Session, load_target
 from moa_jax.config import BlockConfig, DataConfig, Sampling, TargetConfig
 from moa_jax.data import batches, chat, sources
 from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
-from moa_jax.decode.session import for_decoding
-from moa_jax.decode.state import Weights
 from moa_jax.model import llama as llama
 from moa_jax.pretrained import SpecialIds, save_target
-from train import regenerate
+from tests.train.fake_endpoint import scripted_answer
 from train.run.answers import TargetAnswer, TargetQuestion, text_of
-from train.run.conversations import AnswerRules, Conversation
 from train.run.partial import Partial
 
 CONVERSATIONS = Path(__file__).parents[1] / "data" / "conversations.jsonl"
@@ -64,11 +57,7 @@ SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--seed",
 
 
 class Scripted:
-    """Stands for a target: the answer depends on the prompt alone, and some are cut.
-
-    Past its end each answer is as long as wanted. `FakeEndpoint` has the same. Answers come in
-    another order than questions.
-    """
+    """Stands for a target, with the answers of `FakeEndpoint`, in another order than questions."""
 
     def __init__(self, args, rules) -> None:
         self.most_asked, self.rules = args.batch or 32, rules
@@ -86,16 +75,11 @@ class Scripted:
         assert len(self.asked) <= self.most_asked
 
     def next(self) -> TargetAnswer:
-        question = self.asked.pop(len(self.asked) // 2)
-        number, tokenizer = sum(question.prompt_ids) % 97, self.rules.tokenizer
-        text = f" I heard {number}. "
-        ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-        stopped = number % 7 != 0
-        if not stopped:
-            ids = tokenizer(text.rstrip(), add_special_tokens=False).input_ids
-        if self.rules.ignore_stop or not stopped:
-            ids, stopped = (ids * self.rules.max_new_tokens)[: self.rules.max_new_tokens], False
-        return TargetAnswer(question.number, ids, text_of(tokenizer, ids), stopped)
+        question, rules = self.asked.pop(len(self.asked) // 2), self.rules
+        ids, stopped = scripted_answer(
+            rules.tokenizer, question.prompt_ids, rules.max_new_tokens, rules.ignore_stop
+        )
+        return TargetAnswer(question.number, ids, text_of(rules.tokenizer, ids), stopped)
 
 
 def write(path: Path, *records: dict) -> Path:
@@ -137,9 +121,7 @@ def test_answers_are_the_targets_own(ask, tmp_path, lively, tokenizer, capsys):
     assert told in capsys.readouterr().err
 
 
-def test_cut_answers_stay_and_training_rows_hold_their_ids(
-    ask, scripted, tmp_path, tokenizer, capsys
-):
+def test_cut_answers_stay_and_training_rows_hold_their_ids(ask, scripted, tmp_path, tokenizer):
     """A cut answer is the last one. Of every answer all tokens are trained on, and no other."""
     output = tmp_path / "a.jsonl"
     ask(output, "--max-new-tokens", "9", "--batch", "4")
@@ -158,8 +140,6 @@ def test_cut_answers_stay_and_training_rows_hold_their_ids(
             assert ends == (answer["finish_reason"] == "stop") and (ends or len(ids) == 9)
             wanted[(*answer["prompt_ids"], *ids), len(ids)] += 1
     assert all(record["messages"][-1]["role"] == "assistant" for record in cut)
-    told = f"{len(cut)} of 40 conversations end early: an answer is cut at 9"
-    assert told in capsys.readouterr().err
     config = DataConfig((str(output),), (), 500, 500, rows_per_batch=4, seed=0, pack=False)
     source, report = batches.load(config, tokenizer, 320, "train")
     assert (report.kept, report.dropped) == (40, {})
@@ -176,41 +156,6 @@ def answers_in(rows) -> Counter[tuple[tuple[int, ...], int]]:
     return found
 
 
-def test_weights_are_held_once(ask, tmp_path, monkeypatch):
-    """The engine finds them as it decodes with them."""
-
-    def see(target, drafter, **settings):
-        ready = for_decoding(Weights(target.params, None)).target
-        leaves = zip(*map(jax.tree.leaves, (ready, target.params)), strict=True)
-        assert all(one is other for one, other in leaves)
-        raise InterruptedError
-
-    monkeypatch.setattr(regenerate, "Engine", see)
-    with pytest.raises(InterruptedError):
-        ask(tmp_path / "a.jsonl", "--limit", "1")
-
-
-def test_answers_go_on_past_their_end(ask, tmp_path, folder, tokenizer, capsys):
-    """Of every conversation the target's own tokens, as many as wanted, ready to be trained on."""
-    output = tmp_path / "a.jsonl"
-    flags = ("--ignore-stop", "--max-new-tokens", "12", "--dtype", "float32")
-    ask(output, *flags, "--limit", "6", "--batch", "6")
-    records, asked = read(output), sources.read(str(CONVERSATIONS))
-    assert "left out" not in capsys.readouterr().err
-    prompts = [
-        chat.prompt_ids(tokenizer, talk["messages"][:1]) for talk in itertools.islice(asked, 6)
-    ]
-    target = load_target(folder, "float32")
-    results = Session(target).generate(prompts, 12, [])
-    for record, prompt, result in zip(records, prompts, results, strict=True):
-        assert (record["prompt_ids"], record["token_ids"]) == (prompt, result.token_ids)
-    ends = set(target.generation.eos_ids)
-    assert sum(not ends.isdisjoint(record["token_ids"][:-1]) for record in records) > 3
-    config = DataConfig((str(output),), (), 268, 268, rows_per_batch=6, seed=0, pack=False)
-    rows = batches.load(config, tokenizer, 320, "train")[0].rows
-    assert rows.response_BT.sum(axis=1).tolist() == [12] * 6
-
-
 @pytest.mark.parametrize("kind", [(), ("--ignore-stop",)], ids=["text", "ids"])
 def test_a_cut_run_goes_on(ask, scripted, tmp_path, monkeypatch, kind):
     """The same file as of an unbroken run, with half a line lost and another batch size."""
@@ -222,14 +167,14 @@ def test_a_cut_run_goes_on(ask, scripted, tmp_path, monkeypatch, kind):
             ask(output, "--limit", "15", "--batch", batch, *kind)
         with (tmp_path / "cut.jsonl.partial").open("a") as file:
             file.write('{"half a li')
-    with pytest.raises(InputError, match=r"holds \d+ already; raise --limit"):
-        ask(output, "--limit", "2", *kind)
-    for others in ((*kind, "--max-prompt", "99"), () if kind else ("--ignore-stop",)):
-        with pytest.raises(InputError, match=r"other flags \((max_prompt 256|ignore_stop)"):
-            ask(output, "--limit", "15", *others)
-    with monkeypatch.context() as patch, pytest.raises(InputError, match="dtype float32"):
-        patch.setattr(regenerate, "default_dtype", lambda: jnp.bfloat16)  # another machine's
-        ask(output, "--limit", "15", *kind)
+    for flags, line in (
+        (("--limit", "2"), r"holds \d+ already; raise --limit"),
+        (("--max-prompt", "99"), r"other flags \(max_prompt 256"),
+        (("--dtype", "bfloat16"), r"other flags \(dtype float32"),
+        (SAMPLED, "made with other flags"),
+    ):
+        with pytest.raises(InputError, match=line):
+            ask(output, "--limit", "15", *kind, *flags)
     ask(output, "--limit", "15", "--batch", "5", "--dtype", "float32", *kind)
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert len(read(output)) > 5 and not list(tmp_path.glob("*.partial"))
@@ -249,127 +194,52 @@ def cut_after(patch: pytest.MonkeyPatch, count: int) -> None:
     patch.setattr(Partial, "_append", cut)
 
 
-def test_a_file_of_an_older_version_is_refused(ask, scripted, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        cut_after(patch, 1)
-        ask(tmp_path / "a.jsonl")
-    partial = tmp_path / "a.jsonl.partial"
-    header = json.loads(partial.read_text().splitlines()[0])
-    assert header.pop("version")
-    old = json.dumps(header) + '\n{"number": 0, "line": "{}"}\n'
-    partial.write_text(old)
-    with pytest.raises(InputError, match="another version of this program; finish it with that"):
-        ask(tmp_path / "a.jsonl")
-    assert partial.read_text() == old  # that version can still finish it
-    partial.write_text("")  # cut at its first byte
-    ask(tmp_path / "a.jsonl", "--limit", "4")
-    assert read(tmp_path / "a.jsonl")
-
-
-def test_the_output_is_on_the_disk_before_its_parts_are_removed(tmp_path, monkeypatch):
-    done: list[str] = []
-    sync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda file: done.append("fsync") or sync(file))
-    monkeypatch.setattr(os, "replace", lambda *paths: done.append("replace") or replace(*paths))
-    with Partial(tmp_path / "a.jsonl", {}) as partial:
-        partial.close(0, "{}", "")
-        partial.finish()
-    assert done == ["fsync", "replace"] and (tmp_path / "a.jsonl").read_text() == "{}\n"
-
-
-def test_a_long_prompt_ends_its_conversation(tokenizer):
-    rules = AnswerRules(tokenizer, 320, 50, 64, False, Sampling())
-    talk = Conversation({"messages": [QUESTION, ANSWER, SYSTEM, LONG, ANSWER, QUESTION]}, rules)
-    talk.ask()
-    asked = talk.prompt
-    talk.take(TargetAnswer(0, [9, 4], "No.", stopped=True))
-    for _ in range(3):
-        talk.ask()
-        assert talk.prompt is None
-    said = [QUESTION, {"role": "assistant", "content": "No."}]
-    answer = {"prompt_ids": asked, "token_ids": [9, 4], "finish_reason": "stop"}
-    assert json.loads(talk.line()) == {"messages": said, "answers": [answer]}
-    assert talk.fault.startswith("a prompt of more than 50 tokens")
-
-
-def test_what_is_left_out_is_counted(ask, folder, scripted, tmp_path, capsys):
-    """One has a token that the target has no row for."""
-    place = shutil.copytree(folder, tmp_path / "target")
-    tokenizer = load_tokenizer(place)
-    tokenizer.add_tokens(["<|new|>"])
-    tokenizer.save_pretrained(place)
+def test_what_is_left_out_is_counted(ask, scripted, tmp_path, capsys):
     prompts = write(
         tmp_path / "prompts.jsonl",
         {"messages": [QUESTION]},  # user turns alone are enough
         {"messages": [SYSTEM, LONG]},
-        {"messages": [SYSTEM]},
-        {"messages": [{"role": "user", "content": 3}]},
         {"nothing": 1},
         {"nothing": 2},
-        {"messages": [{"role": "user", "content": "<|new|>"}]},
         {"messages": [QUESTION, ANSWER], "source": "shop", "license": "MIT", "id": 4},
     )
-    flags = ("--target", place, "--batch", "3", "--max-prompt", "50")
-    ask(tmp_path / "a.jsonl", *flags, prompts=prompts)
+    ask(tmp_path / "a.jsonl", "--batch", "3", "--max-prompt", "50", prompts=prompts)
     one, two = read(tmp_path / "a.jsonl")
-    assert one == {key: two[key] for key in ("messages", "answers")}
-    assert two["messages"][0] == QUESTION
-    assert (two["source"], two["license"], "id" in two) == ("shop", "MIT", False)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
-    assert [line.split(":")[0] for line in lines] == [
-        "2 of 8 conversations left out",
-        *["1 of 8 conversations left out"] * 4,
-    ]
-    for reason in ("unknown style", "than 50 tokens", "user message", "without text", "of 320"):
-        assert sum(reason in line for line in lines) == 1
-    ask(tmp_path / "ids.jsonl", *flags, "--ignore-stop", prompts=prompts)
-    one, two = read(tmp_path / "ids.jsonl")
-    assert two == one | {"source": "shop", "license": "MIT"}
-    assert (one["finish_reason"], len(one["token_ids"])) == ("length", 64)
-    prompts = write(tmp_path / "nothing.jsonl", {"nothing": 1})
-    with pytest.raises(InputError, match="none of 1 conversations got an answer; 1: .* style"):
-        ask(tmp_path / "b.jsonl", prompts=prompts)
-    assert not (tmp_path / "b.jsonl").exists()
+    assert two == one | {"source": "shop", "license": "MIT"} and two["messages"][0] == QUESTION
+    found = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    assert len(found) == 2 and "2 of 5 conversations left out: " in found[0]
+    assert "unknown style" in found[0] and "than 50 tokens" in found[1]
 
 
-def test_refused_at_the_start(ask, scripted, tmp_path):
-    with pytest.raises(InputError, match="more than the target's .* positions"):
-        ask(tmp_path / "a.jsonl", "--max-prompt", "999999")
-    with pytest.raises(InputError, match="no records of any source in shard 5/9"):
-        ask(tmp_path / "a.jsonl", "--limit", "5", "--shard", "5/9")
-    with pytest.raises(InputError, match="no records of nowhere"):
-        ask(tmp_path / "a.jsonl", "--sources", "nowhere")
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="is a file; choose a path that can be used"):
-        ask(tmp_path / "file" / "a.jsonl")
+REFUSED = {
+    "--max-prompt 999999": "more than the target's .* positions",
+    "--limit 5 --shard 5/9": "no records of any source in shard 5/9",
+    "--sources nowhere": "no records of nowhere",
+    "--model m": "--model is for --endpoint only",
+    "--api-key-file f": "--api-key-file is for --endpoint only",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_refused_at_the_start(ask, scripted, tmp_path, flags):
+    with pytest.raises(InputError, match=REFUSED[flags]):
+        ask(tmp_path / "a.jsonl", *flags.split())
 
 
 # ---- shards -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_shards_hold_every_answer_once(ask, scripted, tmp_path, count):
-    ask(tmp_path / "whole.jsonl", "--ignore-stop", "--limit", "20")
-    for number in range(count):
-        shard = ("--shard", f"{number}/{count}", "--batch", "4")
-        ask(tmp_path / "parts" / "a.jsonl", *shard, "--ignore-stop", "--limit", "20")
+def test_shards_hold_every_answer_once(ask, scripted, tmp_path):
+    flags = ("--ignore-stop", "--limit", "20")
+    ask(tmp_path / "whole.jsonl", *flags)
+    for shard in ("0/3", "1/3", "2/3"):
+        ask(tmp_path / "parts" / "a.jsonl", *flags, "--shard", shard, "--batch", "4")
     parts = sorted((tmp_path / "parts").iterdir())
-    assert [part.name for part in parts] == [
-        f"a-0000{number}-of-0000{count}.jsonl" for number in range(count)
-    ]
+    assert [part.name for part in parts] == [f"a-0000{i}-of-00003.jsonl" for i in range(3)]
     whole = lines(tmp_path / "whole.jsonl")
     assert len(whole) == 20
-    for number, part in enumerate(parts):
-        assert lines(part) == whole[number::count]
-    together = [json.dumps(record) for record in sources.read(str(tmp_path / "parts"))]
-    assert sorted(together) == sorted(json.dumps(json.loads(line)) for line in whole)
-
-
-@pytest.mark.parametrize("text", ["8/8", "3", "-1/4", "a/b", "1/2/3", "0/0", ""])
-def test_what_is_no_shard(ask, tmp_path, text, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        ask(tmp_path / "a.jsonl", f"--shard={text}")
-    assert stopped.value.code == 2 and "is no shard; write 0/8" in capsys.readouterr().err
+    assert [lines(part) for part in parts] == [whole[i::3] for i in range(3)]
+    assert len(list(sources.read(str(tmp_path / "parts")))) == 20
 
 
 # ---- drawn answers ------------------------------------------------------------------------
@@ -382,28 +252,6 @@ def short(tmp_path) -> Path:
     path = tmp_path / "short.jsonl"
     path.write_text("".join(json.dumps({"messages": talk(i)}) + "\n" for i in range(8)))
     return path
-
-
-def test_drawn_answers_depend_on_seed_record_and_turn_alone(ask, tmp_path, monkeypatch):
-    asked: dict[tuple[int, ...], Sampling] = {}
-
-    class NotingSampling(Scripted):
-        def ask(self, question):
-            asked[tuple(question.prompt_ids)] = question.sampling
-            super().ask(question)
-
-    def laws(*flags: str) -> dict[tuple[int, ...], Sampling]:
-        asked.clear()
-        ask(tmp_path / "-".join(["a", *flags]).replace("/", "_"), *SAMPLED, *flags)
-        return dict(asked)
-
-    monkeypatch.setattr(regenerate, "_local", NotingSampling)
-    whole = laws("--batch", "7")
-    parts = [laws("--batch", "3", "--shard", f"{number}/2") for number in range(2)]
-    assert len(whole) > 40 and all(parts) and parts[0] | parts[1] == whole
-    assert len({law.seed for law in whole.values()}) == len(whole)
-    other = laws("--seed", "4")
-    assert not any(law in whole.values() for law in other.values())
 
 
 @pytest.mark.slow
@@ -429,34 +277,3 @@ def test_drawn_answers_follow_the_law_of_the_flags(ask, short, tmp_path, folder)
         there = [(int(t[0]["content"][5:-1]), t) for t in talks if len(t) > turn]
         told = [talk[turn]["content"] for _, talk in there]
         assert len(told) > 1 and told == answer([(n, talk[:turn]) for n, talk in there])
-
-
-def test_a_cut_run_of_other_draws_is_refused(ask, scripted, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        cut_after(patch, 1)
-        ask(tmp_path / "a.jsonl", *SAMPLED)
-    for others in ((*SAMPLED[:-1], "4"), ("--temperature", "0.8", *SAMPLED[2:]), ()):
-        with pytest.raises(InputError, match="made with other flags"):
-            ask(tmp_path / "a.jsonl", *others)
-
-
-@pytest.mark.slow
-def test_speculation_changes_no_text(short, tmp_path, monkeypatch):
-    """The bundled drafter drafts where one sits alone, and seats are given on."""
-    engines = []
-
-    class NotingEngine(regenerate.Engine):
-        def __init__(self, *args, **options) -> None:
-            super().__init__(*args, **options)
-            engines.append(self)
-
-    monkeypatch.setattr(regenerate, "Engine", NotingEngine)
-    flags = ["--target", str(DEMO / "target"), "--prompts", str(short), *SAMPLED]
-    flags += ["--max-prompt", "96", "--max-new-tokens", "32"]
-    for name, more in (("plain", ["4"]), ("drafted", ["1", "--draft", "bundled"])):
-        output = tmp_path / name
-        regenerate.main([*flags, "--batch", *more, "--output", str(output)])
-    assert (tmp_path / "plain").read_bytes() == (tmp_path / "drafted").read_bytes()
-    plain, drafted = (engine.stats() for engine in engines)
-    assert len(lines(tmp_path / "plain")) > 5 and drafted.finished["stop"] > 5
-    assert (plain.accepted_tokens, drafted.accepted_tokens > 20) == (0, True)

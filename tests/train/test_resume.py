@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -21,15 +22,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 from infer.info import ROOT
-from moa_jax.config import BorrowedConfig, IndependentConfig
 from moa_jax.errors import InputError
 from moa_jax.training import checkpoint
 from moa_jax.training.checkpoint import Checkpoints
-from moa_jax.training.fingerprint import changes, fingerprint, listed
+from moa_jax.training.fingerprint import changes
 from tests.meeting import free_port
 from tests.model_folders import refusal
 from tests.train.test_training import changed, distill_config
@@ -96,10 +95,9 @@ def test_killed_in_a_save_it_resumes_to_the_same_bits(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_killed_again_and_again_it_resumes_to_the_same_bits(whole, tmp_path, seed):
-    chance, kills = random.Random(seed), 0
-    for _ in range(6):
+def test_killed_again_and_again_it_resumes_to_the_same_bits(whole, tmp_path):
+    chance, kills = random.Random(0), 0
+    for _ in range(4):
         saved = [p.name for p in tmp_path.glob("run/checkpoints/*") if p.name.isdigit()]
         left = 11 - max(map(int, saved), default=0)  # of twelve, but for the last: none may end
         started = min(chance.randrange(1, 7), left)
@@ -109,7 +107,7 @@ def test_killed_again_and_again_it_resumes_to_the_same_bits(whole, tmp_path, see
             time.sleep(chance.random() * 0.05)
             process.kill()
             kills += process.wait() == -signal.SIGKILL
-    assert kills == 6
+    assert kills == 4
     loop.fit(toy_job(toy_config(tmp_path)), None)
     assert_same_run(tmp_path, whole)
 
@@ -117,63 +115,52 @@ def test_killed_again_and_again_it_resumes_to_the_same_bits(whole, tmp_path, see
 ENDLESS = ("--optim.total_steps", "100000", "--run.save_every", "100000")
 
 
-def assert_stopped_by(what: str, folder: Path, told: str) -> None:
+def assert_stopped_by(what: str, folder: Path, err: str) -> None:
     """The only checkpoint is that of the last update, which the line names."""
-    last = told.splitlines()[-1]
+    last = err.splitlines()[-1]
     (step,) = steps_of(folder)
     assert f"stopped by {what} after step {step} of" in last and "the same command goes on" in last
     config = changed(toy_config(folder), optim_total_steps=100000)
     assert final_state(folder, config)[0] == int(step)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
-    ids=lambda number: number.name,
-)
-def test_told_to_stop_it_saves_and_exits(tmp_path, number):
+def test_a_terminated_run_saves_and_exits(tmp_path):
     with running(tmp_path, *ENDLESS) as process:
         wait_for_update(process, 3)
-        process.send_signal(number)
-        _, told = process.communicate(timeout=60)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
         assert process.returncode == 0
-    assert_stopped_by(number.name, tmp_path, told)
+    assert_stopped_by("SIGTERM", tmp_path, err)
 
 
 @pytest.mark.slow
-def test_of_two_processes_both_stop_when_one_is_told(tmp_path):
-    """Both after the same update; what they saved is good for one process."""
+def test_of_two_processes_both_stop_when_one_is_terminated(tmp_path):
+    """Both after the same update; one process restores the halves of arrays that two saved."""
     flags = [*ENDLESS, "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"]
     with running(tmp_path, *flags, "0") as first, running(tmp_path, *flags, "1") as second:
         wait_for_update(second, 3)
         second.send_signal(signal.SIGTERM)
-        (_, told), (_, silent) = (process.communicate(timeout=60) for process in (first, second))
+        (_, err), (_, silent) = (process.communicate(timeout=60) for process in (first, second))
         assert (first.returncode, second.returncode) == (0, 0)
-    assert_stopped_by("a preemption", tmp_path, told)
+    assert_stopped_by("a preemption", tmp_path, err)
     assert "stopped" not in silent
 
 
 def test_stopped_at_an_uneven_step_it_resumes_to_the_same_bits(whole, tmp_path):
-    """Step 9 has an evaluation, which a run that is told to stop leaves to its successor."""
+    """Step 9 has an evaluation, which an interrupted run leaves to its successor."""
 
     def batch(step: int):
         if step == 8:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
         return placed_batch(step)
 
-    config = toy_config(tmp_path)
-    heard = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.getsignal(number) for number in heard]
+    config, before = toy_config(tmp_path), signal.getsignal(signal.SIGINT)
     assert loop.fit(toy_job(config, batch=batch), None) is None
-    assert [signal.getsignal(number) for number in heard] == before
+    assert signal.getsignal(signal.SIGINT) == before
     assert "9" in steps_of(tmp_path)
-    assert not any(json.loads(line)["step"] == 9 for line in records_of(tmp_path))
+    assert '"step": 9,' not in (tmp_path / "run" / "metrics.jsonl").read_text()
     loop.fit(toy_job(config), None)
     assert_same_run(tmp_path, whole)
-
-
-def records_of(folder: Path) -> list[str]:
-    return (folder / "run" / "metrics.jsonl").read_text().splitlines()
 
 
 def test_a_run_that_dies_in_an_evaluation_evaluates_again(whole, tmp_path):
@@ -236,7 +223,7 @@ DAMAGE = {
     "has changed": lambda folder: flip_a_bit(arrays_of(folder, 12)),
     "is missing": lambda folder: arrays_of(folder, 12).unlink(),
     "files.json is damaged": lambda folder: cut_short(folder / "run/checkpoints/12/files.json"),
-    "meta: ": lambda folder: (  # of a checkpoint without a list of files
+    "meta: ": lambda folder: (  # of an earlier version, whose checkpoints have no list of files
         (folder / "run/checkpoints/12/files.json").unlink(),
         cut_short(folder / "run/checkpoints/12/meta/metadata"),
     ),
@@ -263,48 +250,25 @@ def test_where_all_are_damaged_nothing_is_touched(copy):
     assert sorted((copy / "run").rglob("*")) == before
 
 
-def test_an_unlisted_checkpoint_that_orbax_cannot_read_is_passed_over(copy, monkeypatch, capsys):
-    """Of a run from before there were lists of files, or another version's."""
-    (copy / "run/checkpoints/12/files.json").unlink()
-    restore = checkpoint.ocp.CheckpointManager.restore
-
-    def failing(self, step, **rest):
-        if step == 12:
-            raise ValueError("DATA_LOSS: no such array")
-        return restore(self, step, **rest)
-
-    monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "restore", failing)
-    assert final_state(copy)[0] == 8
-    assert "checkpoint 12 is damaged (DATA_LOSS" in capsys.readouterr().err
-
-
 RESTORE = (checkpoint.ocp.CheckpointManager, "restore")
+CRC = (checkpoint, "_size_and_crc")
 READING = {
     "network": (*RESTORE, OSError(errno.ETIMEDOUT, "Connection timed out")),
     "memory": (*RESTORE, RuntimeError("RESOURCE_EXHAUSTED: Out of memory")),
-    "sharding": (*RESTORE, ValueError("sharding does not divide the array")),
-    "access": (checkpoint, "_size_and_crc", OSError(errno.EACCES, os.strerror(errno.EACCES))),
-    "stale": (checkpoint, "_size_and_crc", OSError(errno.ESTALE, os.strerror(errno.ESTALE))),
-    "disk": (checkpoint, "_size_and_crc", OSError(errno.EIO, os.strerror(errno.EIO))),
+    "access": (*CRC, OSError(errno.EACCES, os.strerror(errno.EACCES))),
+    "disk": (*CRC, OSError(errno.EIO, os.strerror(errno.EIO))),
 }
 
 
-@pytest.mark.parametrize("name", [*READING, "network, unlisted", "memory, unlisted"])
+@pytest.mark.parametrize("name", READING)
 def test_an_error_of_reading_is_not_damage(copy, monkeypatch, name):
     """It is raised as it is: nothing is renamed, and no older checkpoint is taken instead."""
-    where, function, error = READING[name.partition(",")[0]]
-    if "unlisted" in name:
-        (copy / "run/checkpoints/12/files.json").unlink()
-
-    def failing(*arguments, **rest):
-        raise error
-
+    where, function, error = READING[name]
     expected = InputError if name == "disk" else type(error)
     with monkeypatch.context() as patch:
-        patch.setattr(where, function, failing)
-        with pytest.raises(expected, match=str(error.args[-1])) as caught:
+        patch.setattr(where, function, Mock(side_effect=error))
+        with pytest.raises(expected, match=str(error.args[-1])):
             loop.fit(toy_job(toy_config(copy)), None)
-    assert caught.value is error or name == "disk"
     assert steps_of(copy) == ["12", "8"]
     assert final_state(copy)[0] == 12
 
@@ -312,45 +276,19 @@ def test_an_error_of_reading_is_not_damage(copy, monkeypatch, name):
 # ---- no room ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_disk_that_fills_up_in_a_save_loses_nothing(whole, copy):
     """No file may have more than 5 kB, which the arrays exceed."""
     shutil.rmtree(copy / "run/checkpoints/12")
-    code = (
-        "import resource, sys\n"
-        "from infer.cli.program import run\n"
-        "from tests.train import toy_run\n"
-        "def main(arguments=None):\n"
-        "    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
-        "    toy_run.main()\n"
-        "run(main)\n"
-    )
-    command = [sys.executable, "-c", code, str(copy)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if "eval:" not in line]
-    assert lines[-1].endswith(
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        line = refusal(loop.fit, toy_job(toy_config(copy)), None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert line.endswith(
         "a checkpoint could not be written: File too large; whole ones: steps 8; "
         "make room and give the same command again"
     )
-    assert "Traceback" not in done.stderr
-    loop.fit(toy_job(toy_config(copy)), None)
-    assert_same_run(copy, whole)
-
-
-def test_a_full_disk_is_one_line_before_a_save_and_in_the_log(whole, copy, monkeypatch):
-    shutil.rmtree(copy / "run/checkpoints/12")
-    found = os.statvfs(copy)
-    full = os.statvfs_result([*found[:4], 1, *found[5:]])  # free blocks
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.os, "statvfs", lambda path: full)
-        line = refusal(loop.fit, toy_job(toy_config(copy)), None)
-    assert "the disk has no room for 1 MB" in line and "whole ones: steps 8" in line
-    with monkeypatch.context() as patch:
-        no_room = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        patch.setattr("moa_jax.training.metrics._line", Mock(side_effect=no_room))
-        line = refusal(loop.fit, toy_job(toy_config(copy / "anew")), None)
-    assert "metrics.jsonl: No space left on device; make room" in line
     loop.fit(toy_job(toy_config(copy)), None)
     assert_same_run(copy, whole)
 
@@ -369,10 +307,8 @@ def test_two_runs_on_one_directory_are_refused(tmp_path):
 
 def test_a_run_with_other_settings_or_rows_is_refused_by_their_names(whole, copy):
     config = toy_config(copy)
-    other = changed(config, optim_learning_rate=5e-3, optim_b2=0.5, run_seed=7)
-    line = refusal(loop.fit, toy_job(other), None)
-    for text in ("optim.learning_rate: 0.01 -> 0.005", "optim.b2: 0.95 -> 0.5", "run.seed: 0 -> 7"):
-        assert text in line
+    line = refusal(loop.fit, toy_job(changed(config, optim_b2=0.5, run_seed=7)), None)
+    assert "optim.b2: 0.95 -> 0.5" in line and "run.seed: 0 -> 7" in line
     line = refusal(loop.fit, toy_job(config, data={"first rows": "others"}), None)
     assert "trained on other data: first rows: toy's -> others; restore the files" in line
     assert_same_run(copy, whole)
@@ -391,40 +327,12 @@ def test_settings_younger_than_a_run_count_as_their_defaults():
     del first["masks"]["shortest_future"], first["data"]["weights"], first["data"]["workers"]
     first = json.loads(json.dumps(first))
     assert changes(first, config) == []
-    other = changed(config, masks_shortest_future=5)
-    assert changes(first, other) == ["masks.shortest_future: 6 -> 5"]
-    told = changes(first, changed(config, loss_token="total_variation"))
-    assert told == ['loss.token: "cross_entropy" -> "total_variation"']
-    assert changes(first | {"seed": 3}, config) == ["run.seed: 3 -> 0"]
-
-
-def test_another_program_and_settings_that_are_gone_differ():
-    config = DISTILLED
-    saved = fingerprint(config)
-    assert changes(saved, config) == []
-    assert changes(saved | {"masks.width": 3}, config) == ["masks.width: 3 -> none"]
-    gone = {"feedback.noisy_target": False}
-    assert changes(saved | gone, config) == []
-    gone = {"feedback.noisy_target": True}
-    assert changes(saved | gone, config) == ["feedback.noisy_target: true -> none"]
-    found = changes(fingerprint(toy_config("runs")), config)
-    assert 'target: none -> "target"' in found
-    assert listed([f"a{i}: 0 -> 1" for i in range(9)]).endswith("a5: 0 -> 1, 3 more")
-    assert not any(name.startswith(("mesh.", "chunks.", "run.directory")) for name in saved)
-
-
-def test_kinds_of_drafters_differ_though_their_settings_are_alike():
-    """Runs of earlier versions do not say their kind, and may have had any."""
-    model = toy_config("runs").target
-    own, borrowed = (
-        dataclasses.replace(DISTILLED, drafter=kind(model))
-        for kind in (IndependentConfig, BorrowedConfig)
-    )
-    saved = fingerprint(own)
-    told = changes(saved, borrowed)
-    assert told == ['drafter.kind: "independent" -> "independent-borrowed"']
-    del saved["drafter.kind"]
-    assert changes(saved, own) == changes(saved, borrowed) == []
+    other = changed(config, masks_shortest_future=5, loss_token="total_variation")
+    assert changes(first | {"seed": 3}, other) == [
+        "masks.shortest_future: 6 -> 5",
+        'loss.token: "cross_entropy" -> "total_variation"',
+        "run.seed: 3 -> 0",
+    ]
 
 
 # ---- which are kept -----------------------------------------------------------------------
@@ -445,32 +353,3 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert steps_of(tmp_path) == ["4", "6", "8"]
     loop.fit(toy_job(config, evaluate=evaluate), None)  # it still knows how good 4 is
     assert steps_of(tmp_path) == ["10", "12", "4"]
-
-
-@pytest.mark.slow
-def test_a_state_is_restored_onto_other_devices(whole, tmp_path):
-    """Saved by one device, read by four: the same arrays, each cut as the new run cuts it."""
-    code = (
-        "import sys, jax, numpy as np\n"
-        "from jax.sharding import NamedSharding, PartitionSpec as P\n"
-        "from moa_jax.training import update\n"
-        "from moa_jax.training.checkpoint import Checkpoints\n"
-        "from tests.train.toy_run import toy_config, toy_job\n"
-        "mesh = jax.make_mesh((4,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))\n"
-        "config = toy_config(sys.argv[1])\n"
-        "cut = lambda x: NamedSharding(mesh, P(None, 'x') if x.ndim == 2 else P())\n"
-        "abstract = toy_job(config).abstract\n"
-        "abstract = update.abstract(abstract, jax.tree.map(cut, abstract))\n"
-        "with Checkpoints(config) as checkpoints:\n"
-        "    state = checkpoints.restore(abstract)\n"
-        "assert all(x.sharding == cut(x) for x in jax.tree.leaves(state))\n"
-        "assert len(state.params['head'].sharding.device_set) == 4\n"
-        "np.savez(sys.argv[2], *jax.device_get(jax.tree.leaves(state)))\n"
-    )
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    found = tmp_path / "found.npz"
-    command = [sys.executable, "-c", code, str(whole), str(found)]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
-    with np.load(found) as arrays:
-        for one, two in zip(final_state(whole), arrays.values(), strict=True):
-            np.testing.assert_array_equal(one, two)

@@ -1,13 +1,10 @@
 """A target's pass kept on disk: the same training without it, and no other file taken for it."""
 
-import dataclasses
-import errno
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +13,13 @@ import pytest
 
 from infer.cli.program import progress
 from infer.info import ROOT
-from moa_jax.config import Eagle3Config, EagleConfig, FeedbackConfig, GlideConfig, MeshConfig
-from moa_jax.data.batch import Batch, TappedBatch
+from moa_jax.config import Eagle3Config, EagleConfig, FeedbackConfig, GlideConfig, MoaConfig
+from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches
-from moa_jax.data.mixture import Mixture
-from moa_jax.drafters import DRAFTERS, method_of
-from moa_jax.drafters.api import TapSpec
-from moa_jax.files.model_folder import WEIGHTS_AND_CONFIG, folder_hash
-from moa_jax.model import attention, sharding
-from moa_jax.model.kernels import train_intervals
 from moa_jax.pretrained import describe_target
-from moa_jax.training import target_cache
-from moa_jax.training.distillation import make_keep, make_train_step
-from moa_jax.training.flops import model_flops_per_token
-from moa_jax.training.target_cache import TargetCache, part_names, rows_hash, union
+from moa_jax.training.target_cache import TargetCache, rows_hash
 from tests.model_folders import refusal
-from tests.train import mesh_run
-from tests.train.test_training import distill_config, metrics
+from tests.train.test_training import changed, distill_config
 from train import distill
 from train.run.target_cache import CacheFlags
 
@@ -43,97 +30,39 @@ MADE_FROM = {"target": "t", "data": "d", "rows": 5, "row_length": 3, "dtype": "f
 
 # ---- the same training --------------------------------------------------------------------
 
-EAGLES = {"noise": FeedbackConfig(noise=0.2), "passes": FeedbackConfig(steps=2)}
-DRAFTERS_OF = {
-    "moa": (mesh_run.DRAFTER, FeedbackConfig()),
-    "eagle": (EagleConfig(2, 24), EAGLES["noise"]),
-    "eagle3": (Eagle3Config(2, 24, tapped_layers=(0, 1, 2)), EAGLES["passes"]),
-    "glide": (GlideConfig(2, 24), FeedbackConfig()),
+DRAFTERS = {
+    "moa": (MoaConfig(1, 24, 1, 24, 1, 16, 1), FeedbackConfig()),
+    "eagle": (EagleConfig(1, 24), FeedbackConfig(noise=0.2)),
+    "eagle3": (Eagle3Config(1, 24, tapped_layers=(0, 1, 1)), FeedbackConfig(steps=2)),
+    "glide": (GlideConfig(1, 24), FeedbackConfig()),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", list(DRAFTERS_OF))
-def test_updates_are_the_same_bit_for_bit(kind):
-    """Two micro-batches, as many rows as were kept at a time, for drafters of all kinds."""
-    drafter, feedback = DRAFTERS_OF[kind]
-    config = mesh_run.config_of(MeshConfig(), accumulate=2)
-    config = dataclasses.replace(config, drafter=drafter, feedback=feedback)
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    program, taps = make_train_step(config, mesh_run.TARGET, mesh), TapSpec(True, (0, 1, 2))
-    keep = jax.jit(make_keep(mesh_run.TARGET, taps, jnp.float32))
-    names = part_names(DRAFTERS[method_of(drafter)].make(drafter, mesh_run.TARGET, config).taps)
-    with jax.set_mesh(mesh):
-        update, frozen = jax.jit(program.update), mesh_run.frozen_weights()
-        plain = cached = program.init(jax.random.key(2))
-        for step in range(3):
-            batch = mesh_run.batch_of(step, slice(None))
-            halves = [Batch(*(x[half] for x in batch)) for half in (slice(0, 4), slice(4, 8))]
-            kept = [keep(frozen, half) for half in halves]
-            parts = {name: np.concatenate([part[name] for part in kept]) for name in names}
-            plain, expected = update(plain, frozen, batch)
-            cached, found = update(cached, frozen, TappedBatch(*batch, parts))
-            assert jax.device_get(found) == jax.device_get(expected)
-    jax.tree.map(np.testing.assert_array_equal, cached.params, plain.params)
-
-
-def test_the_layers_of_the_target_are_left_out():
-    config = dataclasses.replace(mesh_run.config_of(MeshConfig()), drafter=EagleConfig(2, 24))
-    whole, cached = (
-        model_flops_per_token(config, mesh_run.TARGET, cached=cached) for cached in (False, True)
-    )
-    block = mesh_run.TARGET.block
-    seen = (config.data.row_length + 1) / 2  # of a token: itself and those before it
-    attention = 2 * 32 * 8 * (4 + 2 + 2 + 4) + 4 * 4 * 8 * seen
-    layer = attention + 3 * 2 * 32 * block.intermediate_size
-    assert whole - cached == mesh_run.TARGET.num_layers * layer
-
-
-def test_operations_of_one_row_are_counted_without_kernels(monkeypatch):
-    """A mesh of several devices has no part of one row for each."""
-    asked = Mock(side_effect=AssertionError("a kernel was asked for"))
-    monkeypatch.setattr(attention, "_kernels", lambda: attention)
-    monkeypatch.setattr(train_intervals, "is_possible", asked)
-    config = dataclasses.replace(mesh_run.config_of(MeshConfig()), drafter=EagleConfig(2, 24))
-    assert model_flops_per_token(config, mesh_run.TARGET, cached=True) > 0
-
-
-def small_run(folder: Path, target: Path, **changes):
-    config = distill_config(folder, target)
-    return dataclasses.replace(config, drafter=EagleConfig(2, 24), **changes)
+def assert_same_runs(folder: Path, target: Path, kind: str) -> None:
+    """Trains with and without a cache, to the same bits."""
+    drafter, feedback = DRAFTERS[kind]
+    for name, flags in (("plain", None), ("cached", CacheFlags(folder / "cache", 1.0))):
+        config = changed(distill_config(folder / name, target), drafter=drafter, feedback=feedback)
+        distill.distill(changed(config, optim_accumulate=2, run_log_every=1), flags)
+    for file in ("run/metrics.jsonl", "draft/model.safetensors"):
+        plain, cached = ((folder / name / file).read_bytes() for name in ("plain", "cached"))
+        assert plain == cached, file
 
 
 @pytest.mark.slow
-def test_a_run_with_a_cache_is_the_same_run(small_target, tmp_path, capsys):
-    plain, cached = tmp_path / "plain", tmp_path / "cached"
-    distill.distill(small_run(plain, small_target))
-    flags = CacheFlags(tmp_path / "cache", 1.0, TapSpec(streams=(1,)))
-    distill.distill(small_run(cached, small_target), flags)
-    assert metrics(cached, "train") == metrics(plain, "train")
-    assert metrics(cached, "eval") == metrics(plain, "eval")
-    weights = (folder / "draft" / "model.safetensors" for folder in (plain, cached))
-    assert len({file.read_bytes() for file in weights}) == 1
-    told = [line for line in capsys.readouterr().err.splitlines() if "target cache " in line]
-    assert "GB to write: last, stream-1 of" in told[0]
-    there = sorted(os.listdir(tmp_path / "cache"))
-    assert there == ["cache.json", "last", "lock", "stream-1"]
-    flags = CacheFlags(tmp_path / "cache", 1e-9)
-    assert "above the limit" in refusal(distill.distill, small_run(cached, small_target), flags)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_run_with_a_cache_is_the_same_run(small_target, tmp_path, kind, capsys):
+    assert_same_runs(tmp_path, small_target, kind)
+    assert "GB to write: " in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_programs_as_users_run_them_are_the_same(tmp_path):
+def test_programs_as_users_run_them_are_the_same(small_target, tmp_path):
     """With all of the compiler's optimisations, which join what is computed to what is read."""
+    code = "from pathlib import Path; from tests.train.test_target_cache import assert_same_runs; "
+    code += f"assert_same_runs(Path({str(tmp_path)!r}), Path({str(small_target)!r}), 'moa')"
     environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
-    command = [sys.executable, "-m", "train.distill", "--config", "configs/tiny.py"]
-    command += ["--optim.total_steps", "6", "--run.eval_every", "3", "--run.log_every", "1"]
-    command += ["--optim.accumulate", "2"]
-    for name, flags in (("plain", []), ("cached", ["--target-cache", str(tmp_path / "cache")])):
-        places = ["--run.directory", str(tmp_path / name), "--output", str(tmp_path / name / "o")]
-        subprocess.run([*command, *places, *flags], cwd=ROOT, env=environment, check=True)
-    for file in ("metrics.jsonl", "o/model.safetensors"):
-        found, expected = ((tmp_path / name / file).read_bytes() for name in ("cached", "plain"))
-        assert found == expected
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
 
 
 # ---- files --------------------------------------------------------------------------------
@@ -171,13 +100,12 @@ def test_what_is_there_is_not_made_again_and_what_lacks_is_added(tmp_path):
     before = (tmp_path / "last").stat()
     cache = cache_in(tmp_path, MORE)
     assert cache.missing() == ["stream-2"]
-    asked = []
-    build(cache, lambda number_B: asked.append(number_B.tolist()) or keep(number_B))
-    assert asked == [[0, 1], [2, 3], [4, 4]]  # in order, always as many
+    built = []
+    build(cache, lambda number_B: built.append(number_B.tolist()) or keep(number_B))
+    assert built == [[0, 1], [2, 3], [4, 4]]  # in order, and always two
     assert (tmp_path / "last").stat() == before
-    jax.tree.map(
-        np.testing.assert_array_equal, cache.parts(list(MORE), np.arange(5)), keep(np.arange(5))
-    )
+    found, expected = cache.parts(list(MORE), np.arange(5)), keep(np.arange(5))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_a_build_that_is_cut_is_made_anew(tmp_path):
@@ -190,37 +118,20 @@ def test_a_build_that_is_cut_is_made_anew(tmp_path):
         build(cache_in(tmp_path), cut)
     assert sorted(os.listdir(tmp_path)) == ["cache.json", "lock"]
     (tmp_path / "last.partial").write_bytes(b"as a kill leaves it" * 100)
-    cache = build(cache_in(tmp_path))
-    np.testing.assert_array_equal(
-        cache.parts(["last"], np.arange(5))["last"], keep(np.arange(5))["last"]
-    )
+    found = build(cache_in(tmp_path)).parts(["last"], np.arange(5))["last"]
+    np.testing.assert_array_equal(found, keep(np.arange(5))["last"])
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path, monkeypatch):
-    def full(array_BX: np.ndarray):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(target_cache, "_records", full)
-        said = refusal(build, cache_in(tmp_path))
-    assert "No space left on device" in said and "make room" in said
-    assert cache_in(tmp_path).missing() == ["last"] and not list(tmp_path.glob("*.partial"))
-
-
-def test_sizes_are_told_and_refused_beforehand(tmp_path, monkeypatch):
-    cache = cache_in(tmp_path / "cache", MORE)
+def test_a_disk_without_room_is_refused_beforehand(tmp_path, monkeypatch):
+    cache = cache_in(tmp_path, MORE)
     size = 5 * (4 + 6 * 4) + 5 * (4 + 12 * 2)
-    assert cache.num_bytes(list(MORE)) == size
     assert "2.8e-07 GB to write: last, stream-2 of 5 rows of 3 tokens in f" in cache.described()
-    cache.check_room(size / 1e9)
     assert "above the limit of" in refusal(cache.check_room, (size - 1) / 1e9)
     usage = shutil.disk_usage(tmp_path)._replace(free=size - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert "make room" in refusal(cache.check_room, 1.0)
-    assert not (tmp_path / "cache").exists()
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "last.partial").write_bytes(b"1234")  # it is written over
+    (tmp_path / "last.partial").write_bytes(b"1234")  # it is written over
     cache.check_room(size / 1e9)
 
 
@@ -228,9 +139,7 @@ def test_a_cache_of_something_else_is_refused(tmp_path):
     build(cache_in(tmp_path))
     for changes, line in (
         (dict(target="other"), "of another target; name another folder"),
-        (dict(data="other"), "of other data"),
         (dict(data="other", rows=6), "of other data, rows 5, not 6"),
-        (dict(row_length=4), "of row_length 3, not 4"),
         (dict(dtype="bfloat16"), "of dtype float32, not bfloat16"),
     ):
         assert line in refusal(cache_in, tmp_path, **changes)
@@ -242,20 +151,17 @@ def test_damaged_files_are_refused(tmp_path):
     (tmp_path / "last").write_bytes(whole[:-1])
     assert f"{tmp_path / 'last'} is damaged (139 of 140 bytes)" in refusal(cache_in, tmp_path)
     for place in (28, 40):  # in the CRC and in the bytes of row 1
-        (tmp_path / "last").write_bytes(
-            whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
-        )
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        (tmp_path / "last").write_bytes(damaged)
         cache = cache_in(tmp_path)
         cache.parts(["last"], np.array([0, 2]))
-        said = refusal(cache.parts, ["last"], np.array([0, 1]))
-        assert "last is damaged (row 1 has changed); remove it" in said
-    (tmp_path / "last").unlink()
-    assert cache_in(tmp_path).missing() == ["last"]
+        refused = refusal(cache.parts, ["last"], np.array([0, 1]))
+        assert "last is damaged (row 1 has changed); remove it" in refused
     (tmp_path / "cache.json").write_text('{"target')
     assert "cache.json is not valid JSON" in refusal(cache_in, tmp_path)
     (tmp_path / "cache.json").rename(tmp_path / "letter.txt")  # another's folder is left alone
     assert "is no target cache" in refusal(cache_in, tmp_path)
-    assert "is no target cache" in refusal(cache_in, tmp_path / "letter.txt")
 
 
 def test_a_cache_belongs_to_weights_whatever_the_tokenizer(small_target, tmp_path, monkeypatch):
@@ -263,18 +169,17 @@ def test_a_cache_belongs_to_weights_whatever_the_tokenizer(small_target, tmp_pat
     bare, target = tmp_path / "bare", tmp_path / "target"
     shutil.copytree(small_target, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(small_target, target)
-    tokenizer = target / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text() + "\n")
+    (target / "tokenizer.json").write_text((target / "tokenizer.json").read_text() + "\n")
     flags, rows = CacheFlags(tmp_path / "cache", 1.0), Batches(rows_of(0), 2, seed=0)
-    config = small_run(tmp_path, small_target)
-    bound = distill.open_cache(flags, config, describe_target(bare), rows)._made_from
-    of = lambda folder: folder_hash(folder, WEIGHTS_AND_CONFIG)
-    assert bound["target"] == of(small_target) != of(bare)
-    config = small_run(tmp_path, target)
-    assert distill.open_cache(flags, config, describe_target(target), rows)._made_from == bound
+
+    def made_from(folder: Path, described: Path) -> dict:
+        config, target = distill_config(tmp_path, folder), describe_target(described)
+        return distill.open_cache(flags, config, target, rows)._made_from
+
+    assert made_from(small_target, bare) == made_from(target, target) != made_from(bare, bare)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    said = refusal(distill.open_cache, flags, config, None, None)
-    assert "--target-cache needs one process" in said
+    refused = refusal(distill.open_cache, flags, None, None, None)
+    assert "--target-cache needs one process" in refused
 
 
 # ---- which rows ---------------------------------------------------------------------------
@@ -295,23 +200,3 @@ def test_the_hash_of_rows_sees_what_the_target_sees():
         other[3, 5] += 1
         assert rows_hash(Batches(rows._replace(**{name: other}), 2, seed=0)) != known
     assert rows_hash(Batches(Batch(*(x[::-1] for x in rows)), 2, seed=0)) != known
-
-
-def test_numbers_name_the_rows_of_a_batch():
-    sources = [rows_of(seed, count) for seed, count in enumerate((3, 5, 2))]
-    joined = Batch(*map(np.concatenate, zip(*sources, strict=True)))
-    for source in (Batches(joined, 4, seed=3), Mixture(sources, (0.2, 0.5, 0.3), 4, seed=3)):
-        assert source.num_rows == 10
-        whole = source.take(np.arange(10))
-        jax.tree.map(np.testing.assert_array_equal, whole, joined)
-        for step in range(5):
-            for rows in (None, slice(1, 3)):
-                taken = Batch(*(x[source.numbers(step, rows)] for x in whole))
-                jax.tree.map(np.testing.assert_array_equal, source.batch(step, rows), taken)
-
-
-def test_one_cache_serves_several_drafters():
-    assert union(
-        [TapSpec(), TapSpec(True), TapSpec(streams=(2, 6)), TapSpec(streams=(2, 1))]
-    ) == TapSpec(True, (1, 2, 6))
-    assert union([TapSpec()]) == TapSpec()

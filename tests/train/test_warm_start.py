@@ -1,7 +1,9 @@
 """Runs that start from a drafter that was trained before: where they start, and what is refused."""
 
 import dataclasses
+import functools
 import shutil
+import tarfile
 from pathlib import Path
 
 import jax
@@ -9,13 +11,19 @@ import numpy as np
 import pytest
 
 from configs import demo_drafter
-from infer.info import ROOT
-from moa_jax.config import Eagle3Config, EagleConfig, MoaConfig
+from moa_jax import Session, load_drafter, load_target
+from moa_jax.config import DraftShape, Eagle3Config, EagleConfig, MoaConfig
 from moa_jax.model import sharding
 from moa_jax.pretrained import describe_target, save_drafter
 from moa_jax.training.distillation import make_train_step
 from tests.model_folders import refusal
-from tests.train.test_training import changed, cut_at, distill_config, metrics, run_config
+from tests.train.test_training import (
+    CONVERSATIONS,
+    changed,
+    distill_config,
+    metrics,
+    run_config,
+)
 from tests.train.test_training import distilled as distilled  # a fixture
 from train import distill
 from train.run.warm_start import warm_params
@@ -35,31 +43,11 @@ def evaluations(folder: Path) -> list[list]:
 def test_a_run_goes_on_from_the_weights_of_another(small_target, distilled, tmp_path):
     """It starts at the other's last evaluation, with a fresh optimiser and another rate."""
     config = warm_config(tmp_path, small_target, distilled / "run")
-    log = tmp_path / "run" / "metrics.jsonl"  # of another start, which came to no checkpoint
-    log.parent.mkdir()
-    log.write_text('{"step": 0, "kind": "eval", "kl": 99.0}\n')
     distill.distill(changed(config, optim_learning_rate=1e-4, optim_peak=1.0))
     before, after = evaluations(distilled), evaluations(tmp_path)
     assert after[0] == before[-1] != before[0]
     assert [record["step"] for record in metrics(tmp_path, "eval")] == [0, 6, 12]
     assert after[-1][0] < before[-1][0]
-
-
-@pytest.mark.slow
-def test_a_drafters_folder_is_a_start(small_target, distilled, tmp_path, monkeypatch):
-    """Its weights are bfloat16; and a cut run goes on without the folder."""
-    start = shutil.copytree(distilled / "draft", tmp_path / "start")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        cut_at(patch, step=8)
-        distill.distill(warm_config(tmp_path / "cut", small_target, start))
-    distill.distill(warm_config(tmp_path / "whole", small_target, start))
-    shutil.rmtree(start)
-    distill.distill(warm_config(tmp_path / "cut", small_target, start))
-    for name in ("cut", "whole"):
-        kl, *_ = evaluations(tmp_path / name)[0]
-        assert kl == pytest.approx(evaluations(distilled)[-1][0], rel=0.02)
-    cut, whole = (tmp_path / name / "run" / "metrics.jsonl" for name in ("cut", "whole"))
-    assert cut.read_bytes() == whole.read_bytes()
 
 
 # Of the paper's parts, for the authors' layouts know no others.
@@ -90,33 +78,47 @@ def test_every_layout_is_a_start(method, layout, tmp_path):
 def test_another_start_is_refused_before_the_target_is_loaded(
     small_target, distilled, tmp_path, monkeypatch
 ):
-    given = []
-    with monkeypatch.context() as patch:
-        patch.setattr(distill, "distill", lambda config, flags: given.append(config))
-        distill.main(["--config", str(ROOT / "configs/tiny.py"), "--init-from", "runs/other"])
-    assert given[0].init_from == "runs/other"
     monkeypatch.setattr(distill, "load_target", None)
-    step = distilled / "run" / "checkpoints" / "12"
-    damaged = shutil.copytree(step, tmp_path / "other" / "checkpoints" / "12")
-    max((damaged / "state").rglob("*"), key=lambda path: path.stat().st_size).write_bytes(b"")
-    narrow = MoaConfig(1, 20, 1, 24, 1, 16)
-    for start, changes, said in (
-        (step, {"drafter": narrow}, "drafter.self_attention_intermediate_size: 24 -> 20; name"),
-        (
-            step,
-            {"drafter": MoaConfig(1, 24, 1, 24, 1, 16, 1)},
-            "another drafter: drafter.target_layer_inference: 0 -> 1",
-        ),
-        (step.with_name("5"), {}, "5: no such checkpoint"),
-        (damaged, {}, "12: damaged"),
-        (
-            distilled / "draft",
-            {"drafter": EagleConfig(1, 24)},
-            "a drafter of kind moa, and the config's is eagle",
-        ),
-        (distilled / "draft", {"drafter": narrow}, "self_attention_intermediate_size is 24, and"),
-        ("nowhere", {}, "nowhere"),
+    step, narrow = distilled / "run" / "checkpoints" / "12", MoaConfig(1, 20, 1, 24, 1, 16)
+    for start, drafter, line in (
+        (step, narrow, "drafter.self_attention_intermediate_size: 24 -> 20; name"),
+        (step.with_name("5"), narrow, "5: no such checkpoint"),
+        (distilled / "draft", EagleConfig(1, 24), "of kind moa, and the config's is eagle"),
+        (distilled / "draft", narrow, "self_attention_intermediate_size is 24, and"),
     ):
-        config = warm_config(tmp_path, small_target, start)
-        assert said in refusal(distill.distill, dataclasses.replace(config, **changes))
-    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+        config = changed(warm_config(tmp_path, small_target, start), drafter=drafter)
+        assert line in refusal(distill.distill, config)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- a run of an earlier version ----------------------------------------------------------
+
+
+@pytest.fixture
+def earlier(tmp_path, monkeypatch) -> Path:
+    """The working directory, with the run that commit 757377e saved.
+
+    It is the run of `distill_config` there: the checkpoint of step 8 of 12, the finished drafter
+    and its target. All paths are relative.
+    """
+    with tarfile.open(Path(__file__).with_name("run_of_757377e.tar.gz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    shutil.copy(CONVERSATIONS, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_an_earlier_checkpoint_goes_on_and_an_earlier_drafter_decodes(earlier, capsys):
+    target = load_target("target", np.float32)
+    session = Session(target, load_drafter("draft", target), DraftShape(3))
+    drafted, plain = (
+        each.generate([[5, 9, 40, 7]], 16, stop_ids=()) for each in (session, Session(target))
+    )
+    assert drafted[0].token_ids == plain[0].token_ids
+    paths, finished = (Path(CONVERSATIONS).name,), load_drafter("draft", target).params
+    config = distill_config(Path(), Path("target"))
+    distill.distill(changed(config, data_train=paths, data_validation=paths))
+    assert "12 steps, the last 4 in" in capsys.readouterr().err
+    close = functools.partial(np.testing.assert_allclose, atol=2e-5)
+    jax.tree.map(close, finished, load_drafter("draft", target).params)

@@ -12,7 +12,6 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +62,20 @@ def toy_batch(step: int) -> Batch:
     return Batch(tokens_BT, np.ones_like(tokens_BT), position_BT, np.ones(tokens_BT.shape, bool))
 
 
-def placed(array: Any, spec: PartitionSpec) -> jax.Array:
-    """A host array on all devices."""
+def place_of(array: Any) -> NamedSharding:
+    """Matrices are cut over all devices, and each device has a copy of a number."""
     mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(AxisType.Auto,))
+    return NamedSharding(mesh, PartitionSpec(*["rows"] * (array.ndim > 0)))
+
+
+def placed(array: Any) -> jax.Array:
+    """A host array on all devices."""
     array = np.asarray(array)
-    return jax.make_array_from_callback(
-        array.shape, NamedSharding(mesh, spec), lambda index: array[index]
-    )
+    return jax.make_array_from_callback(array.shape, place_of(array), lambda index: array[index])
 
 
 def placed_batch(step: int) -> Batch:
-    return jax.tree.map(lambda x: placed(x, PartitionSpec("rows")), toy_batch(step))
+    return jax.tree.map(placed, toy_batch(step))
 
 
 def toy_loss(params: Any, frozen: Any, batch: Batch, key: Any, progress: Any) -> Any:
@@ -97,13 +99,13 @@ def toy_job(config: PretrainConfig, **changes: Any) -> TrainJob:
         return init_state(params, tx)
 
     def start() -> Any:
-        return jax.tree.map(lambda x: placed(x, PartitionSpec()), init(jax.random.key(seed)))
+        return jax.tree.map(placed, init(jax.random.key(seed)))
 
     def evaluate(params: Any, frozen: Any) -> dict[str, Any]:
         return {"simulated_tau": 2 + jnp.mean(params["head"])}
 
     shapes = jax.eval_shape(init, jax.random.key(seed))
-    state = abstract(shapes, placed(0, PartitionSpec()).sharding)
+    state = abstract(shapes, jax.tree.map(place_of, shapes))
     known = (config, start, state, placed_batch, toy_update(config.optim, seed), evaluate)
     job = TrainJob(*known, data={"first rows": "toy's"})
     return dataclasses.replace(job, **changes)
@@ -127,23 +129,17 @@ def steps_of(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
 
 
-def told(batch: Callable[[int], Batch]) -> Callable[[int], Batch]:
-    """The same batches; says so when one is asked for, so that others know how far a run is.
+def printed_batch(step: int) -> Batch:
+    """The batch of a step, which is printed; after $TOY_UPDATES of them the run awaits a kill."""
+    global _num_batches
+    if str(_num_batches) == os.environ.get("TOY_UPDATES"):
+        time.sleep(600)
+    _num_batches += 1
+    print(f"update {step}", flush=True)
+    return placed_batch(step)
 
-    It gives as many as the environment's TOY_UPDATES says, all if that says nothing, and then waits
-    ten minutes for whoever will kill it.
-    """
-    left = int(os.environ.get("TOY_UPDATES", "-1"))
 
-    def say(step: int) -> Batch:
-        nonlocal left
-        if not left:
-            time.sleep(600)
-        left -= 1
-        print(f"update {step}", flush=True)
-        return batch(step)
-
-    return say
+_num_batches = 0
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -157,7 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     config, args = parse_config(parser, PretrainConfig, ["--config", str(settings), *flags])
     with cluster.joined(args, parser.prog):
-        fit(toy_job(config, batch=told(placed_batch)), frozen=None)
+        fit(toy_job(config, batch=printed_batch), frozen=None)
 
 
 if __name__ == "__main__":
