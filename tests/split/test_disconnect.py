@@ -1,4 +1,4 @@
-"""Answers of split clients whose links fail: cut, refused, reset, and well again."""
+"""Answers of split clients whose links are cut, refused, reset, slow or dead, and well again."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import time
 
 import pytest
 
-from infer.split_client.link import ConnectionLost, ServerBusy
+from infer.split_client.link import ConnectionLost
 from infer.split_client.state import ClientOptions
 from infer.split_server.app import ConnectionLimits
 from moa_jax.config import Sampling
 from moa_jax.split import protocol
-from tests.split.resets import ResettingProxy
 from tests.split.split_client import (
     CHAIN,
+    CLOSE,
     NEW,
     OPTIONS,
     PROMPT,
     TREE,
+    ResettingProxy,
     ToyDrafter,
     answered,
     ask,
@@ -31,6 +32,7 @@ from tests.split.split_client import (
     is_linked,
     linked,
     nothing_left,
+    relayed,
     rest_until_linked,
     run_client,
     server_at,
@@ -38,28 +40,14 @@ from tests.split.split_client import (
 from tests.split.split_server import Client, ToySlots, opening, plain, running
 
 pytestmark = pytest.mark.usefixtures("impatient")
+BOTH_POLICIES = pytest.mark.parametrize("policy", ["verify", "keep"])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_split_client_writes_the_targets_text(server, name):
-    with nothing_left():
-        found = ask(server_at(server.port), OPTIONS[name], PROMPT, NEW)
-    assert found.counts.drops == found.counts.rewritten == 0
-    found.check()
-
-
-def test_split_client_ends_at_stop_ids(server):
-    stop = plain(PROMPT, 30)[29]
-    found = ask(server_at(server.port), CHAIN, PROMPT, NEW, stop_ids=[stop])
-    assert stop == found.tokens[-1] not in found.tokens[:-1]
-    found.check(done="stop")
-
-
-def test_disconnect_offline_is_the_drafter_alone():
-    with nothing_left():
-        found = ask(None, CHAIN, PROMPT, NEW)
-    assert all(found.kept)
-    found.check("keep")
+@pytest.fixture
+def proxy(server):
+    """A link to the server that can fail."""
+    with linked(server.port) as found:
+        yield found
 
 
 # Links through a proxy that fails as a schedule says
@@ -92,14 +80,12 @@ def with_faults(seed: int, server, options: ClientOptions, every: int = 4, **giv
     return found
 
 
-MATRIX = [(name, seed) for name in OPTIONS for seed in range(2)]
-MORE = [
-    pytest.param(name, seed, marks=pytest.mark.slow) for name in OPTIONS for seed in range(2, 30)
-]
+SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 9))]
 
 
-@pytest.mark.parametrize("policy", ["verify", "keep"])
-@pytest.mark.parametrize(("name", "seed"), [*MATRIX, *MORE])
+@BOTH_POLICIES
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_disconnect_text_is_the_targets_or_was_kept(server, name, seed, policy):
     options = dataclasses.replace(OPTIONS[name], policy=policy)
     with nothing_left():
@@ -107,149 +93,149 @@ def test_disconnect_text_is_the_targets_or_was_kept(server, name, seed, policy):
     found.check(policy)
 
 
-def test_disconnect_before_the_first_answer_is_an_error_and_later_not(server):
+def test_disconnect_before_the_first_answer_is_an_error_and_later_not(proxy):
     """Without a server there is none at the start; an answer after one is begun alone."""
-    with linked(server.port) as proxy:
 
-        async def work(answering):
-            proxy.refuse()
-            with pytest.raises(ConnectionLost):
-                await answered(answering, PROMPT, NEW)
-            proxy.heal()
-            first = await answered(answering, PROMPT, NEW)
-            proxy.refuse()
-            heal = lambda index, _: proxy.heal() if index == 4 else None
-            return first, await answered(answering, [7, *PROMPT], NEW, act=heal)
+    async def work(answering):
+        proxy.refuse()
+        with pytest.raises(ConnectionLost):
+            await answered(answering, PROMPT, NEW)
+        proxy.heal()
+        first = await answered(answering, PROMPT, NEW)
+        proxy.refuse()
+        heal = lambda index, _: proxy.heal() if index == 4 else None
+        return first, await answered(answering, [7, *PROMPT], NEW, act=heal)
 
-        with nothing_left():
-            first, second = run_client(server_at(proxy.port), CHAIN, work)
-        first.check()
-        second.check()
-        assert first.counts.drops == 0
-        begin = second.events[0]
-        assert begin.verified == 0 and begin.notice.startswith("link lost: ")
+    with nothing_left():
+        first, second = run_client(server_at(proxy.port), CHAIN, work)
+    first.check()
+    second.check()
+    assert first.counts.drops == 0
+    begin = second.events[0]
+    assert begin.verified == 0 and begin.notice.startswith("link lost: ")
 
 
-@pytest.mark.parametrize("policy", ["verify", "keep"])
+@BOTH_POLICIES
 @pytest.mark.parametrize("seed", range(4))
-def test_disconnect_while_the_prompt_is_read(server, policy, seed):
+def test_disconnect_while_the_prompt_is_read(proxy, policy, seed):
     """The rows of a long prompt come in parts; they and the way there are cut anywhere."""
     prompt = [seed * 7 % 97, *range(60)]
+
+    async def work(answering):
+        await answered(answering, [5], 3)  # the server is known
+        proxy.reset_after(random.Random(seed).randrange(2500), "down")
+        return await answered(answering, prompt, NEW)
+
     options = dataclasses.replace(CHAIN, policy=policy)
-    with linked(server.port) as proxy:
+    run_client(server_at(proxy.port), options, work).check(policy)
 
-        async def work(answering):
-            await answered(answering, [5], 3)  # the server is known
-            proxy.reset_after(random.Random(seed).randrange(2500), "down")
-            return await answered(answering, prompt, NEW)
 
-        found = run_client(server_at(proxy.port), options, work)
+@pytest.mark.parametrize(
+    ("name", "policy"), [("chain", "verify"), ("tree", "keep"), ("plain", "verify")]
+)
+def test_disconnect_for_good_ends_alone(proxy, name, policy):
+    options = dataclasses.replace(OPTIONS[name], policy=policy, reconnect_seconds=0.2)
+    refuse = lambda index, _: proxy.refuse() if index == 5 else None
+    with nothing_left():
+        found = ask(server_at(proxy.port), options, PROMPT, NEW, act=refuse)
+    assert found.kept[-1] and not found.kept[0]
+    found.check("keep")
+
+
+def test_disconnect_for_good_without_a_drafter_to_go_on(proxy):
+    """A drafter that only makes trees waits for a link, and gives up in time."""
+    drafter = ToyDrafter(can_go_on=False)
+    options = dataclasses.replace(TREE, reconnect_seconds=0.3)
+    refuse = lambda index, _: proxy.refuse() if index == 5 else None
+    found = ask(server_at(proxy.port), options, PROMPT, NEW, drafter, act=refuse)
+    assert found.done == "lost" and not any(found.kept)
+
+
+@BOTH_POLICIES
+@pytest.mark.parametrize("stop", range(0, 97, 16))
+def test_disconnect_stop_id_in_what_was_written_alone(proxy, policy, stop):
+    """A stop of the drafter's ends the answer if it is kept; else only if it is the target's."""
+
+    def act(index, answering):
+        if index == 3:
+            proxy.refuse()
+        if index == 9 or answering.text.is_written:
+            proxy.heal()
+
+    options = dataclasses.replace(CHAIN, policy=policy)
+    found = ask(server_at(proxy.port), options, PROMPT, NEW, stop_ids=[stop], act=act)
+    found.check(policy, "stop" if stop in found.tokens else "length")
+    assert stop not in found.tokens[:-1]
+
+
+@BOTH_POLICIES
+def test_disconnect_session_that_is_gone_is_replayed(server, proxy, policy):
+    """The slot was given away, or the server is another one: all tokens start it again."""
+    drafter, gone = ToyDrafter(), []
+
+    def act(index, answering):
+        rest_until_linked(drafter, answering)
+        is_back = is_linked(answering) and answering.counts.prompts > len(gone)
+        if index < 4 or len(gone) == 2 or not is_back:
+            return
+        gone.append(index)
+        proxy.refuse()
+        sessions = server.service._sessions
+        server.loop.call_soon_threadsafe(
+            lambda: [server.service.close(s, "test") for s in list(sessions.values())]
+        )
+        server.wait(lambda: not sessions)
+        proxy.heal()
+
+    options = dataclasses.replace(CHAIN, policy=policy)
+    found = ask(server_at(proxy.port), options, PROMPT, 200, drafter, act=act)
+    assert len(gone) == 2 and found.counts.prompts >= 3
     found.check(policy)
 
 
-def test_disconnect_for_good_ends_alone(server):
-    for name, policy in (("chain", "verify"), ("tree", "keep"), ("plain", "verify")):
-        options = dataclasses.replace(OPTIONS[name], policy=policy, reconnect_seconds=0.2)
-        with linked(server.port) as proxy, nothing_left():
-            refuse = lambda index, _, proxy=proxy: proxy.refuse() if index == 5 else None
-            found = ask(server_at(proxy.port), options, PROMPT, NEW, act=refuse)
-        assert found.kept[-1] and not found.kept[0]
-        found.check("keep")
+def test_disconnect_kept_tail_is_read_by_the_session_that_waited(proxy):
+    """Nothing was missed: the server reads the tail, which stays unverified, and goes on."""
+    options = dataclasses.replace(CHAIN, policy="keep", lengths=(1,), draft_ahead=False)
+    drafter = ToyDrafter()
+
+    def act(index, answering):
+        rest_until_linked(drafter, answering)
+        if index == 4:
+            proxy.refuse()
+        if len(answering.text.unverified) > 20:
+            proxy.heal()
+
+    found = ask(server_at(proxy.port), options, PROMPT, 200, drafter, act=act)
+    assert found.counts.prompts == 2
+    found.check("keep")
+    assert 20 < sum(found.kept) < 190 and not found.kept[-1]
 
 
-def test_disconnect_for_good_without_a_drafter_to_go_on(server):
-    """A drafter that only makes trees waits for a link, and gives up in time."""
-    with linked(server.port) as proxy:
-        drafter = ToyDrafter(can_go_on=False)
-        options = dataclasses.replace(TREE, reconnect_seconds=0.3)
-        refuse = lambda index, _: proxy.refuse() if index == 5 else None
-        found = ask(server_at(proxy.port), options, PROMPT, NEW, drafter, act=refuse)
-        assert found.done == "lost" and not any(found.kept)
-        proxy.heal()
-        options = dataclasses.replace(TREE, reconnect_seconds=30)
-
-        def blink(index, _):
-            if index == 5:
-                proxy.refuse()
-                proxy.heal()
-
-        found = ask(server_at(proxy.port), options, PROMPT, NEW, drafter, act=blink)
-        found.check()
-        assert found.counts.drops == 1
-
-
-def test_disconnect_stop_id_in_what_was_written_alone(server):
-    """A stop of the drafter's ends the answer if it is kept; else only if it is the target's."""
-    for policy in ("verify", "keep"):
-        options = dataclasses.replace(CHAIN, policy=policy)
-        for stop in range(0, 97, 6):
-            with linked(server.port) as proxy:
-
-                def act(index, answering, proxy=proxy):
-                    if index == 3:
-                        proxy.refuse()
-                    if index == 9 or answering.text.is_written:
-                        proxy.heal()
-
-                found = ask(server_at(proxy.port), options, PROMPT, NEW, stop_ids=[stop], act=act)
-            found.check(policy, "stop" if stop in found.tokens else "length")
-            assert stop not in found.tokens[:-1]
-
-
-def test_disconnect_session_that_is_gone_is_replayed(server):
-    """The slot was given away, or the server is another one: all tokens start it again."""
-    for policy in ("verify", "keep"):
-        options = dataclasses.replace(CHAIN, policy=policy)
-        drafter, gone = ToyDrafter(), []
-        with linked(server.port) as proxy:
-
-            def act(index, answering, proxy=proxy, drafter=drafter, gone=gone):
-                rest_until_linked(drafter, answering)
-                is_back = is_linked(answering) and answering.counts.prompts > len(gone)
-                if index < 4 or len(gone) == 2 or not is_back:
-                    return
-                gone.append(index)
-                proxy.refuse()
-                sessions = server.service._sessions
-                server.loop.call_soon_threadsafe(
-                    lambda: [server.service.close(s, "test") for s in list(sessions.values())]
-                )
-                server.wait(lambda: not sessions)
-                proxy.heal()
-
-            found = ask(server_at(proxy.port), options, PROMPT, 200, drafter, act=act)
-        assert len(gone) == 2 and found.counts.prompts >= 3
-        found.check(policy)
+# Servers that are full, drain, or know another token
 
 
 def test_disconnect_client_waits_for_a_slot_and_writes_on():
     """A replay that queues is silent; meanwhile the drafter goes on."""
     with running(ToySlots(1), queue_seconds=20) as server:
         with linked(server.port) as proxy, Client(server) as other:
-            opened = []
+            lengths = []
 
             def act(index, answering):
+                length = len(answering.text.answer)
                 if index == 4:
                     proxy.refuse()
                     server.wait(lambda: server.service.num_connected == 0)
                     other.send(opening(PROMPT))  # takes the slot away
                     assert isinstance(other.receive(), protocol.Opened)
                     proxy.heal()
-                    opened.append(len(answering.text.answer))
-                if opened and len(answering.text.answer) > opened[0] + 20 and len(opened) == 1:
-                    opened.append(len(answering.text.answer))
+                    lengths.append(length)
+                if len(lengths) == 1 and length > lengths[0] + 20:
+                    lengths.append(length)
                     other.send(protocol.Close())
 
             found = ask(server_at(proxy.port), CHAIN, PROMPT, 200, act=act)
-    assert len(opened) == 2
+    assert len(lengths) == 2
     found.check()
-
-
-def test_disconnect_server_without_room_is_said_at_the_start():
-    with running(ToySlots(1), max_queue=0) as server, Client(server) as other:
-        other.open(PROMPT)
-        with nothing_left(), pytest.raises(ServerBusy, match="queue is full"):
-            ask(server_at(server.port), CHAIN, PROMPT, NEW)
 
 
 def test_disconnect_server_that_drains_is_left_and_found_again():
@@ -270,10 +256,8 @@ def test_disconnect_server_that_drains_is_left_and_found_again():
 
 def test_disconnect_token_that_is_refused_later_is_said_once():
     """Denied while dialling: what is left is written alone, with one notice of why."""
-    with (
-        running(limits=ConnectionLimits(token="a")) as first,
-        running(limits=ConnectionLimits(token="b")) as other,
-    ):
+    limits = [ConnectionLimits(token=token) for token in "ab"]
+    with running(limits=limits[0]) as first, running(limits=limits[1]) as other:
         with linked(first.port) as proxy:
 
             def act(index, answering):
@@ -284,31 +268,103 @@ def test_disconnect_token_that_is_refused_later_is_said_once():
 
             with nothing_left():
                 found = ask(server_at(proxy.port, token="a"), CHAIN, PROMPT, NEW, act=act)
-        found.check("keep")
-        assert found.kept[-1]
-        notices = [event.notice for event in found.events if "token" in event.notice]
-        assert notices == ["the server rejects this token; see --token-file"]
+    found.check("keep")
+    assert found.kept[-1]
+    notices = [event.notice for event in found.events if "token" in event.notice]
+    assert notices == ["the server rejects this token; see --token-file"]
 
 
-def test_disconnect_client_that_is_stopped_leaves_nothing(server):
+@pytest.mark.parametrize("last", [1, 3, 6, 8])
+def test_disconnect_client_that_is_stopped_leaves_nothing(server, last):
     """The reader of an answer goes away at any event, with a link and without."""
-    for last in (1, 3, 6, 8):
-        with nothing_left(), linked(server.port) as proxy:
-            client, options = server_at(proxy.port), dataclasses.replace(CHAIN)
 
-            async def work(answering, last=last, proxy=proxy, client=client, options=options):
-                events = answering.answer(PROMPT, 20 + NEW, [], Sampling())
-                async with contextlib.aclosing(events):
-                    count = 0
-                    async for _ in events:
-                        hurry(client, options, 0.3)
-                        count += 1
-                        if count == 4:
-                            await asyncio.to_thread(proxy.cut if last == 6 else proxy.refuse)
-                        if count == last:
-                            await answering.stop(2)
-                            break
-                return answering.text.answer
+    async def work(answering):
+        events = answering.answer(PROMPT, 20 + NEW, [], Sampling())
+        async with contextlib.aclosing(events):
+            count = 0
+            async for _ in events:
+                hurry(client, options, 0.3)
+                count += 1
+                if count == 4:
+                    await asyncio.to_thread(proxy.cut if last == 6 else proxy.refuse)
+                if count == last:
+                    await answering.stop(2)
+                    break
+        return answering.text.answer
 
-            found = run_client(client, options, work)
-            assert found == plain(PROMPT, NEW)[:2][: len(found)]
+    with nothing_left(), linked(server.port) as proxy:
+        client, options = server_at(proxy.port), dataclasses.replace(CHAIN)
+        found = run_client(client, options, work)
+    assert found == plain(PROMPT, NEW)[:2][: len(found)]
+
+
+# Links that are slow or dead, and what is kept of them
+
+
+def test_split_client_drafting_ahead_delays_no_reply(server):
+    """A token takes far longer than a reply: nothing of use can be drafted meanwhile."""
+    drafter, steps = ToyDrafter(), []
+    chain = drafter.chain
+
+    def slow(text, known, count):
+        steps.append(count)
+        time.sleep(3.0 if count == 1 else 0.15)
+        return chain(text, known, count)
+
+    drafter.chain = slow
+    options = dataclasses.replace(CHAIN, lengths=(3,))
+    found = ask(server_at(server.port), options, PROMPT, 8, drafter)
+    found.check()
+    assert found.counts.round_trips_s[0] < 2.9  # a reply's time, not a token's
+    assert len(steps) <= found.counts.rounds + 2 and set(steps) <= {1, 2, 3}
+    assert set(steps[1:2]) <= {1}
+
+
+@pytest.mark.slow
+def test_split_client_waits_for_a_server_that_lives():
+    """It compiles, say: no reply comes for long, but pongs do."""
+    with running(ToySlots(2)) as slow, nothing_left():
+        slow.slots.seconds = 2.5
+        found = ask(server_at(slow.port, timeout=2.0), CHAIN, PROMPT[:3], 1)
+    found.check()
+    assert found.counts.drops == 0
+
+
+def test_split_client_does_not_wait_for_a_link_that_is_dead(proxy):
+    times = []
+
+    def act(index, answering):
+        times.append(time.monotonic())
+        object.__setattr__(address, "timeout", 0.4)  # only now, as the first call may take long
+        if index == 3:
+            proxy.cut()
+        if answering.text.is_written:
+            proxy.heal()
+
+    address = server_at(proxy.port)
+    found = ask(address, CHAIN, PROMPT, NEW, act=act)
+    found.check()
+    assert found.counts.drops >= 1
+    assert times[3] - times[2] < 20  # far below what a reply may take
+
+
+def test_disconnect_rows_of_a_prompt_come_once_over_links_that_die(server):
+    """No link brings more than a few parts: each goes on where the last one ended."""
+    prompt = [*range(97), *range(97)]
+    verdicts = []
+
+    def spoil(message, seen):
+        if len(seen) % 7 == 0:
+            return [CLOSE]
+        verdicts.append(message[1] == 67)
+        return [message]
+
+    async def work(answering):
+        await answered(answering, [5], 1)  # the server is known
+        return await answered(answering, prompt, NEW)
+
+    with relayed(server.port, spoil) as port, nothing_left():
+        found = run_client(server_at(port), CHAIN, work)
+    found.check()
+    assert found.counts.prompts == 1
+    assert sum(verdicts) < 25 + 2 * NEW  # 194 tokens in parts of 8
