@@ -35,24 +35,6 @@ LIMITS = protocol.MessageLimits(
 )
 
 
-class Steps:
-    """A `hold` of `ToySlots` that lets one piece of work after the other end."""
-
-    def __init__(self) -> None:
-        self._ends = threading.Semaphore(0)
-
-    def step(self) -> None:
-        """The piece of work that waits, or the next one, may end."""
-        self._ends.release()
-
-    def wait(self, seconds: float) -> bool:
-        return self._ends.acquire(timeout=seconds)
-
-    def set(self) -> None:
-        """From now on nothing is held."""
-        self._ends.release(1000)
-
-
 def next_token(tokens: list[int]) -> int:
     """What the toy target says: a hash of the whole text."""
     return hashlib.sha256(repr(tokens).encode()).digest()[0] % VOCAB
