@@ -32,13 +32,20 @@ from moa_jax.pretrained import describe_target
 from moa_jax.split.client_drafter import ClientDrafter
 from moa_jax.split.pairing import pairing_of
 from tests.pairs import NO_STOP, random_pair_of
-from tests.split.resets import ResettingProxy
-from tests.split.split_client import answered, linked, relayed, run_client, serving, spoiler
+from tests.split.split_client import (
+    ResettingProxy,
+    answered,
+    linked,
+    relayed,
+    run_client,
+    serving,
+    spoiler,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, NEW = [5, 9, 4, 17, 23], 40
 SOAK_SECONDS = float(os.environ.get("MOA_SOAK_SECONDS", "300"))
-NUM_QUESTIONS = 50 if SOAK_SECONDS >= 300 else 10  # for each network; 50 take four minutes
+NUM_QUESTIONS = 50 if SOAK_SECONDS >= 300 else 6  # for each network
 pytestmark = pytest.mark.slow
 
 
@@ -80,11 +87,12 @@ OPTIONS = {
     "tree": ClientOptions(DraftShape(3, 2, 5)),
     "stream": ClientOptions(lengths=(), stream=True),
 }
-CASES = [
-    *itertools.product([1], LAWS, OPTIONS, ["verify"]),
+CASES = [  # the drafter's N, settings, options and policy
+    (1, "greedy", "chain", "verify"),
+    (1, "sampled", "tree", "verify"),
+    (1, "greedy", "stream", "verify"),
+    (0, "sampled", "chain", "keep"),
     (0, "greedy", "chain", "verify"),
-    (0, "sampled", "tree", "verify"),
-    *itertools.product([1, 0], LAWS, ["chain"], ["keep"]),
 ]
 
 
@@ -94,7 +102,7 @@ def test_disconnect_real_pair_writes_what_one_process_writes(
 ):
     """After each part that was kept stands what the target writes after exactly that text."""
     options, drops = dataclasses.replace(OPTIONS[name], policy=policy), 0
-    for seed in range(6):
+    for seed in range(3):
         with linked(server.port) as proxy:
             given = {"sampling": LAWS[law], "act": failing(proxy, seed, 0.3)}
             work = lambda a, given=given: answered(a, PROMPT, NEW, **given)
@@ -179,48 +187,32 @@ def test_disconnect_server_is_killed_and_comes_back(demo, program):
     assert found.counts.prompts == 2 and not any(found.kept)
 
 
-NETWORKS = ["loopback", "wired", "5g", "4g", "far"]
-KILLED = "4g"  # over this network the server dies once
+NETWORKS = ["loopback", "4g", "far"]
 
 
-def test_disconnect_many_questions_over_five_networks(demo, program):
+def test_disconnect_many_questions_over_three_networks(demo, program):
     """The same tokens as local plain decoding over each network, whatever happens on the way:
 
     links are cut, refused and reset at random bytes; messages come twice, late, never, cut short or
-    again after a while; and one of the two servers is killed and comes back. All networks at once.
+    again after a while. All networks at once.
     """
     session, client_drafter, facts = demo
-    servers = {name: program() for name in (KILLED, "others")}
+    _, port = program()
     prompts = questions(NUM_QUESTIONS, 400)
-    middle = NUM_QUESTIONS // 2
     assert len(prompts) == NUM_QUESTIONS
-    restarted = []
 
     def answer_all(profile: str) -> list[Any]:
-        process, port = servers[profile if profile == KILLED else "others"]
         spoil = spoiler(NETWORKS.index(profile), 12, 0.05)
         with relayed(port, spoil) as spoiled, linked(spoiled, PROFILES[profile]) as proxy:
 
-            def act_of(index: int):
-                fail = failing(proxy, index, 0.05)
-
-                def act(event: int, answering) -> None:
-                    if profile == KILLED and index >= middle and event >= 3 and not restarted:
-                        process.send_signal(signal.SIGKILL)
-                        process.wait()
-                        restarted.append(program(port))
-                    fail(event, answering)
-
-                return act
-
             async def work(answering):
-                acts = [act_of(index) for index in range(len(prompts))]
+                acts = [failing(proxy, index, 0.05) for index in range(len(prompts))]
                 pairs = zip(prompts, acts, strict=True)
                 return [await answered(answering, p, 32, act=act, seconds=500) for p, act in pairs]
 
             # What never comes costs as much as this.
-            options = dataclasses.replace(DEMO_OPTIONS, patience=20)
-            found = run_client(at(proxy.port, facts, 20), options, work, client_drafter.twin())
+            options = dataclasses.replace(DEMO_OPTIONS, patience=8)
+            found = run_client(at(proxy.port, facts, 8), options, work, client_drafter.twin())
             proxy.heal()
         return found
 
@@ -230,7 +222,6 @@ def test_disconnect_many_questions_over_five_networks(demo, program):
     for profile, answers in answers_of.items():
         assert [found.tokens for found in answers] == plain, profile
         assert sum(found.counts.drops for found in answers) > NUM_QUESTIONS / 5, profile
-    assert len(restarted) == 1
 
 
 def test_disconnect_soak_of_32_clients(demo, program):
