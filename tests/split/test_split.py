@@ -69,12 +69,10 @@ class Split:
         return counts
 
 
-@pytest.fixture(
-    scope="module", params=[1, pytest.param(0, marks=pytest.mark.slow)], ids=["n1", "n0"]
-)
-def pair(request, tmp_path_factory) -> Pair:
-    """A random pair that agrees now and then; the drafter reuses this many layers."""
-    return random_pair_of("llama", request.param, tmp_path_factory.mktemp("pair"))
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Pair:
+    """A random pair that agrees now and then."""
+    return random_pair_of("llama", 1, tmp_path_factory.mktemp("pair"))
 
 
 def test_split_rounds_accept_what_those_of_one_process_accept(pair, slots, drafter):
