@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 
@@ -15,7 +16,7 @@ from infer import generate
 from infer.cli import program
 from infer.convert import main as convert
 from moa_jax import load_drafter, load_target
-from moa_jax.config import Eagle3Config, EagleConfig, MoaConfig
+from moa_jax.config import Eagle3Config, MoaConfig
 from moa_jax.files import client_files, model_folder
 from moa_jax.pretrained import describe_target, functions_of, load_borrowed, save_drafter
 from moa_jax.split.pairing import mismatch, pairing_of
@@ -27,15 +28,13 @@ HF_CONFIG, MODEL = random_pair.random_target("llama", 21, calm=0.2)
 KINDS = {
     "n0": ("moa", MoaConfig(**random_pair.draft_sizes(HF_CONFIG, 0))),
     "n3": ("moa", MoaConfig(**random_pair.draft_sizes(HF_CONFIG, 3))),
-    "eagle": ("eagle", EagleConfig(2, 44)),
     "eagle3": ("eagle3", Eagle3Config(2, 44, draft_ids=tuple(range(3, 90, 2)))),
 }
-LEFT_OUT = {"n0": "layer_self_attention", "n3": "Ekv2E", "eagle": None, "eagle3": "fc.weight"}
-TEXT = [5, 9, 4, 17, 23, 8, 8, 61]
+LEFT_OUT = {"n0": "layer_self_attention", "n3": "Ekv2E", "eagle3": "fc.weight"}
 
 
-def cut(folder, output, *more, draft="draft"):
-    flags = ["--target", folder / "target", "--draft", folder / draft, "--output", output]
+def cut(folder, output, *more):
+    flags = ["--target", folder / "target", "--draft", folder / "draft", "--output", output]
     convert(list(map(str, ["--for-client", *flags, *more])))
 
 
@@ -47,43 +46,33 @@ def target_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def cuts(kind, target_folder, tmp_path_factory):
-    """A folder with the pair in `whole` and the client's in `part`; to be read, not changed."""
-    return save_cuts(kind, target_folder, tmp_path_factory.mktemp(kind))
+def saved(target_folder, tmp_path_factory):
+    """Makes a folder with a pair in `whole` and the client's in `part`, once for each kind."""
 
+    @functools.cache
+    def save(kind):
+        (method, config), folder = KINDS[kind], tmp_path_factory.mktemp(kind)
+        shutil.copytree(target_folder, folder / "whole" / "target")
+        target = load_target(target_folder, jnp.float32)
+        drafter = untrained(target, method, config)
+        save_drafter(folder / "whole" / "draft", method, config, drafter.params, target)
+        cut(folder / "whole", folder / "part")
+        return folder
 
-@pytest.fixture(scope="module")
-def saved_moa(target_folder, tmp_path_factory):
-    return save_cuts("n0", target_folder, tmp_path_factory.mktemp("moa"))
+    return save
 
 
 @pytest.fixture
-def moa(saved_moa, tmp_path):
+def moa(saved, tmp_path):
     """A copy of one of these, to be changed or damaged."""
-    return shutil.copytree(saved_moa, tmp_path / "moa")
+    return shutil.copytree(saved("n0"), tmp_path / "moa")
 
 
-def save_cuts(kind, target_folder, folder):
-    method, config = KINDS[kind]
-    shutil.copytree(target_folder, folder / "whole" / "target")
-    target = load_target(target_folder, jnp.float32)
-    drafter = untrained(target, method, config)
-    save_drafter(folder / "whole" / "draft", method, config, drafter.params, target)
-    cut(folder / "whole", folder / "part")
-    return folder
-
-
-def client_pair(folder, draft=None):
+def client_pair(folder):
     """As infer.client loads it."""
     target = describe_target(folder / "target")
-    drafter = load_drafter(draft or folder / "draft", target, dtype=jnp.float32, for_client=True)
-    return target, drafter
+    return target, load_drafter(folder / "draft", target, dtype=jnp.float32, for_client=True)
 
 
 def facts(folder):
@@ -94,32 +83,28 @@ def facts(folder):
 # ---- the part does what the whole does ----------------------------------------------------
 
 
-def test_the_part_holds_what_the_client_reads_and_no_more(cuts, kind):
-    weights = []
-    for folder in (cuts / "whole", cuts / "part"):
-        target, drafter = client_pair(folder)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_part_holds_what_the_client_reads_and_is_recognised_as_the_whole(saved, kind):
+    folder, weights = saved(kind), []
+    for side in ("whole", "part"):
+        target, drafter = client_pair(folder / side)
         functions = functions_of(drafter, target.config)
-        weights.append(
-            (drafter.params, load_borrowed(target, functions.shared_params, jnp.float32))
-        )
+        borrowed = load_borrowed(target, functions.shared_params, jnp.float32)
+        weights.append((drafter.params, borrowed))
         assert not set(functions.condense_only) & set(drafter.params)
     jax.tree.map(np.testing.assert_array_equal, *weights)
     layers = {"n3": (2, 3, 4)}.get(kind, ())
     outer = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-    held = tensors_of(cuts / "part" / "target").keys()
+    held = tensors_of(folder / "part" / "target").keys()
     assert {name for name in held if "layers." not in name} == outer
     assert {int(name.split(".")[2]) for name in held - outer} == set(layers)
     for name, absent in (("target", "model.layers.0"), ("draft", LEFT_OUT[kind])):
-        whole, part = (set(tensors_of(cuts / side / name)) for side in ("whole", "part"))
-        assert part | set(client_files.left_out(cuts / "part" / name)) == whole
-        assert absent is None or not any(name.startswith(absent) for name in part)
-    assert any("d2t" in name for name in part) == (kind == "eagle3")
-
-
-def test_the_part_is_recognised_as_the_whole(cuts):
-    target = load_target(cuts / "whole" / "target", jnp.float32)
-    server = pairing_of(target, load_drafter(cuts / "whole" / "draft", target))
-    assert facts(cuts / "part") == facts(cuts / "whole") == server
+        whole, part = (set(tensors_of(folder / side / name)) for side in ("whole", "part"))
+        assert part | set(client_files.left_out(folder / "part" / name)) == whole
+        assert not any(name.startswith(absent) for name in part)
+    target = load_target(folder / "whole" / "target", jnp.float32)
+    server = pairing_of(target, load_drafter(folder / "whole" / "draft", target))
+    assert facts(folder / "part") == facts(folder / "whole") == server
 
 
 # ---- another pair is refused --------------------------------------------------------------
