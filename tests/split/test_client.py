@@ -10,14 +10,11 @@ import ssl
 import pytest
 
 from infer.bench.network import in_thread
-from moa_jax.config import Sampling
-from moa_jax.decode.session import rows_of
 from moa_jax.split import protocol
 from moa_jax.split.client_drafter import ClientDrafter
 from tests.certificates import certificate
 from tests.conftest import Done
 from tests.meeting import free_port
-from tests.model_folders import save_random_pair
 from tests.pairs import NO_STOP, Pair, random_pair_of
 from tests.split.split_client import ResettingProxy, relayed, serving
 
@@ -126,12 +123,6 @@ def test_split_client_of_another_version_is_told_so(ask, server):
             assert says in refused(ask(*IDS, port=port))
 
 
-def test_split_client_with_other_weights_is_told_so(ask, tmp_path):
-    save_random_pair(tmp_path, "llama", seed=77, num_reused=1, num_hidden_layers=3)
-    said = refused(ask(*IDS, draft=tmp_path / "draft"))
-    assert "not the same pair: the drafter's files" in said
-
-
 def test_split_client_of_a_server_with_no_room_is_not_told_to_start_one(ask, server, monkeypatch):
     limits = dataclasses.replace(server.server.limits, max_clients=0)
     monkeypatch.setattr(server.server, "limits", limits)
@@ -167,19 +158,6 @@ def test_split_client_json_is_the_targets_answer_with_figures(mode, ask, pair, f
     for way in ("bytes_up", "bytes_down"):  # all of it, but what said Hello and Welcome
         rest = found["traffic"][way] - sum(result[way] for result in found["results"])
         assert 0 < rest < 1000
-
-
-@pytest.mark.slow
-def test_split_client_samples_what_one_process_samples(ask, pair, files):
-    law = Sampling(0.8, top_k=20, seed=3)
-    code, out, err = ask(
-        "--prompts", files["two"], "--stop-ids", "", "--json", "--seed", 3, "--top-k", 20,
-        "--temperature", 0.8, "--codec", "int8", "--compress",
-    )  # fmt: skip
-    assert code == 0, err
-    plain = pair.plain.generate([PROMPT, [7]], NEW, NO_STOP, rows_of(law, 2))
-    found = [result["token_ids"] for result in json.loads(out)["results"]]
-    assert found == [result.token_ids for result in plain]
 
 
 def test_split_client_text_is_all_tokens_and_a_line(ask, pair):

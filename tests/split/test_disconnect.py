@@ -13,12 +13,10 @@ import pytest
 
 from infer.split_client.link import ConnectionLost
 from infer.split_client.state import ClientOptions
-from infer.split_server.app import ConnectionLimits
 from moa_jax.config import Sampling
 from moa_jax.split import protocol
 from tests.split.split_client import (
     CHAIN,
-    CLOSE,
     NEW,
     OPTIONS,
     PROMPT,
@@ -32,7 +30,6 @@ from tests.split.split_client import (
     is_linked,
     linked,
     nothing_left,
-    relayed,
     rest_until_linked,
     run_client,
     server_at,
@@ -193,24 +190,6 @@ def test_disconnect_session_that_is_gone_is_replayed(server, proxy, policy):
     found.check(policy)
 
 
-def test_disconnect_kept_tail_is_read_by_the_session_that_waited(proxy):
-    """Nothing was missed: the server reads the tail, which stays unverified, and goes on."""
-    options = dataclasses.replace(CHAIN, policy="keep", lengths=(1,), draft_ahead=False)
-    drafter = ToyDrafter()
-
-    def act(index, answering):
-        rest_until_linked(drafter, answering)
-        if index == 4:
-            proxy.refuse()
-        if len(answering.text.unverified) > 20:
-            proxy.heal()
-
-    found = ask(server_at(proxy.port), options, PROMPT, 200, drafter, act=act)
-    assert found.counts.prompts == 2
-    found.check("keep")
-    assert 20 < sum(found.kept) < 190 and not found.kept[-1]
-
-
 # Servers that are full, drain, or know another token
 
 
@@ -254,26 +233,6 @@ def test_disconnect_server_that_drains_is_left_and_found_again():
         assert second.named("open") and found.counts.prompts == 2
 
 
-def test_disconnect_token_that_is_refused_later_is_said_once():
-    """Denied while dialling: what is left is written alone, with one notice of why."""
-    limits = [ConnectionLimits(token=token) for token in "ab"]
-    with running(limits=limits[0]) as first, running(limits=limits[1]) as other:
-        with linked(first.port) as proxy:
-
-            def act(index, answering):
-                if index == 4:
-                    proxy._target = ("127.0.0.1", other.port)
-                    proxy.refuse()
-                    proxy.heal()
-
-            with nothing_left():
-                found = ask(server_at(proxy.port, token="a"), CHAIN, PROMPT, NEW, act=act)
-    found.check("keep")
-    assert found.kept[-1]
-    notices = [event.notice for event in found.events if "token" in event.notice]
-    assert notices == ["the server rejects this token; see --token-file"]
-
-
 @pytest.mark.parametrize("last", [1, 3, 6, 8])
 def test_disconnect_client_that_is_stopped_leaves_nothing(server, last):
     """The reader of an answer goes away at any event, with a link and without."""
@@ -299,25 +258,6 @@ def test_disconnect_client_that_is_stopped_leaves_nothing(server, last):
 
 
 # Links that are slow or dead, and what is kept of them
-
-
-def test_split_client_drafting_ahead_delays_no_reply(server):
-    """A token takes far longer than a reply: nothing of use can be drafted meanwhile."""
-    drafter, steps = ToyDrafter(), []
-    chain = drafter.chain
-
-    def slow(text, known, count):
-        steps.append(count)
-        time.sleep(3.0 if count == 1 else 0.15)
-        return chain(text, known, count)
-
-    drafter.chain = slow
-    options = dataclasses.replace(CHAIN, lengths=(3,))
-    found = ask(server_at(server.port), options, PROMPT, 8, drafter)
-    found.check()
-    assert found.counts.round_trips_s[0] < 2.9  # a reply's time, not a token's
-    assert len(steps) <= found.counts.rounds + 2 and set(steps) <= {1, 2, 3}
-    assert set(steps[1:2]) <= {1}
 
 
 @pytest.mark.slow
@@ -346,25 +286,3 @@ def test_split_client_does_not_wait_for_a_link_that_is_dead(proxy):
     found.check()
     assert found.counts.drops >= 1
     assert times[3] - times[2] < 20  # far below what a reply may take
-
-
-def test_disconnect_rows_of_a_prompt_come_once_over_links_that_die(server):
-    """No link brings more than a few parts: each goes on where the last one ended."""
-    prompt = [*range(97), *range(97)]
-    verdicts = []
-
-    def spoil(message, seen):
-        if len(seen) % 7 == 0:
-            return [CLOSE]
-        verdicts.append(message[1] == 67)
-        return [message]
-
-    async def work(answering):
-        await answered(answering, [5], 1)  # the server is known
-        return await answered(answering, prompt, NEW)
-
-    with relayed(server.port, spoil) as port, nothing_left():
-        found = run_client(server_at(port), CHAIN, work)
-    found.check()
-    assert found.counts.prompts == 1
-    assert sum(verdicts) < 25 + 2 * NEW  # 194 tokens in parts of 8

@@ -74,30 +74,6 @@ def test_disconnect_bits_that_flip_end_no_client(server, seed):
     assert found.done and len(found.tokens) <= NEW
 
 
-@pytest.mark.parametrize(
-    ("kind", "forged"),
-    [("Committed", "another version"), ("Welcome", "another version"), ("Resumed", "no session")],
-)
-def test_disconnect_one_forged_message_after_a_lost_link(server, kind, forged):
-    """A server that has welcomed a client before speaks its version; one may know no request."""
-    to_do = ["close", "forge"]
-
-    def spoil(message, seen):
-        began = message[1] == 67 if forged == "no session" else len(seen) > 4
-        if began and "close" in to_do:
-            to_do.remove("close")
-            return [CLOSE]  # so that Welcome and Resumed come once more
-        if to_do == ["forge"] and protocol.DOWN[message[1]].__name__ == kind:
-            to_do.remove("forge")
-            unknown = protocol.encode(protocol.Resumed(-1))
-            return [unknown if forged == "no session" else b"!" + message[1:]]
-        return [message]
-
-    found = relays(server, spoil)
-    found.check()
-    assert found.counts.drops >= 1 and not to_do
-
-
 @pytest.mark.parametrize("skips", [True, False], ids=["this server", "an earlier server"])
 def test_disconnect_stream_goes_on_after_the_parts_that_came(server, skips, monkeypatch):
     """A server that cannot skip streamed parts sends all of them again, as earlier ones do."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import select
 import socket
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from infer.bench.network import PROFILES, SEGMENT, Lane, Profile, Proxy, in_thread
+from infer.bench.network import PROFILES, Lane, Profile, Proxy, in_thread
 from infer.split.network import main
 from tests.meeting import PATIENCE, wait_for
 from tests.split.split_client import nothing_left
@@ -78,22 +77,6 @@ def test_a_lane_holds_what_is_lost_for_two_round_trips():
 # The proxy.
 
 
-def test_proxy_carries_and_counts():
-    with linked() as (proxy, client, server, _):
-        sent = os.urandom(5 * SEGMENT + 7)
-        client.sendall(sent)
-        assert receive(server, len(sent)) == sent
-        server.sendall(sent[:99])
-        assert receive(client, 99) == sent[:99]
-        client.shutdown(socket.SHUT_WR)
-        assert server.recv(1) == b""  # one way has ended, the other has not
-        server.sendall(b"still here")
-        assert receive(client, 10) == b"still here"
-        server.close()
-        assert client.recv(1) == b""
-        wait_for(lambda: proxy.carried == {"up": len(sent), "down": 109})
-
-
 def test_cut_is_silent_and_heal_delivers_the_rest():
     with linked() as (proxy, client, server, listener):
         client.sendall(b"before")
@@ -112,20 +95,6 @@ def test_cut_is_silent_and_heal_delivers_the_rest():
             assert receive(client, 7) == b"unheard"
             listener.accept()[0].close()
             assert late.recv(1) == b""
-
-
-def test_refuse_closes_and_heal_listens_at_the_same_port():
-    with linked() as (proxy, client, server, listener):
-        proxy.refuse()
-        assert client.recv(1) == b""
-        assert server.recv(1) == b""
-        with pytest.raises(ConnectionRefusedError):
-            dial(proxy)
-        proxy.refuse()  # twice is as good
-        proxy.heal()
-        with dial(proxy) as again, listener.accept()[0] as end:
-            again.sendall(b"again")
-            assert receive(end, 5) == b"again"
 
 
 def test_proxy_by_hand(monkeypatch, capsys):

@@ -29,17 +29,6 @@ def test_pace_learns_how_often_drafts_are_right():
         assert pace.committed(4) == pytest.approx(truth, rel=0.35)
 
 
-def test_pace_forgets_what_was():
-    pace = seen(0.05, 0.005, 0.95)
-    for _ in range(200):
-        pace.saw_reply(0.05, 8, 0, ahead=False)
-    assert pace.choose().steps == 1
-    for _ in range(100):
-        pace.saw_reply(3.0, 1, 1, ahead=False)
-        pace.saw_draft(0.001, 1)
-    assert pace.choose().steps > 1  # the network is what takes its time now
-
-
 def test_pace_is_not_impressed_by_one_delay():
     """The first draft compiles its program; a machine pauses now and then."""
     steady, jolted = seen(0.03, 0.005, 0.8), DraftPace(LENGTHS)

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from infer import generate
-from infer.cli import program
 from infer.convert import main as convert
 from moa_jax import load_drafter, load_target
 from moa_jax.config import Eagle3Config, MoaConfig
@@ -136,11 +134,6 @@ def test_a_part_is_taken_for_no_whole(moa, capsys):
     target = load_target(moa / "whole" / "target")
     said = refusal(load_drafter, moa / "part" / "draft", target)
     assert "without layer_self_attention." in said and "infer.convert --for-client" in said
-    folder = ["--target", moa / "part" / "target", "--draft", moa / "part" / "draft"]
-    with pytest.raises(SystemExit) as exit:
-        program.run(generate.main, [*map(str, folder), "--prompt-ids", "5"])
-    shown = capsys.readouterr()
-    assert (exit.value.code, shown.out, shown.err.count("\n")) == (2, "", 1)
 
 
 @pytest.mark.parametrize("content", ["[]", '{"left_out": {"x": 3}}', "{"])
@@ -204,10 +197,6 @@ def test_what_the_program_says_and_refuses(moa, capsys):
         assert size == (moa / "new" / name / "model.safetensors").stat().st_size
         assert size < done["of_bytes"][name]
     assert "exists already" in refusal(cut, moa / "whole", moa / "new")
-    said = refusal(cut, moa / "whole", moa / "whole", "--overwrite")
-    assert said.endswith("is not a folder with target/parts.json; choose another output")
-    said = refusal(cut, moa / "whole", moa / "other", "--dtype", "float32")
-    assert said == "--for-client leaves tensors as they are; leave out --dtype"
     flags = ["--target", str(moa / "whole" / "target"), "--output", str(moa / "other")]
     said = refusal(convert, ["--for-client", *flags])
     assert said == "--for-client describes a drafter; name it with --draft"

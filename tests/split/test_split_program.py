@@ -15,14 +15,10 @@ from websockets.sync.client import connect
 
 from infer import bench, client, server
 from infer.cli import program
-from infer.http.address import bind
 from infer.http.log import EventLog, WarningHandler
 from infer.server_process import Child
 from infer.split_client.link import ServerAddress
 from infer.split_client.state import ClientOptions
-from moa_jax.config import Sampling
-from moa_jax.errors import InputError
-from moa_jax.split.server_target import DraftRequest, TargetSlots
 from tests.certificates import certificate
 from tests.meeting import wait_for
 from tests.pairs import Pair, random_pair_of
@@ -67,18 +63,6 @@ def test_split_programs_refuse_flags_with_one_line(line, tmp_path, capsys):
     assert REFUSED[line] in shown.err
 
 
-def test_an_old_ready_file_announces_no_new_server(tmp_path):
-    file = tmp_path / "ready.json"
-    file.write_text("{}")
-    with bind("127.0.0.1", 0, str(file)) as first:
-        assert not file.exists()
-        file.write_text("{}")  # the first one is ready, and a second finds its port taken
-        first.listen()
-        with pytest.raises(InputError, match="in use"):
-            bind("127.0.0.1", first.getsockname()[1], str(file))
-        assert file.exists()
-
-
 def test_events_are_lines_that_a_full_pipe_cannot_stop():
     class Stuck(io.StringIO):
         free = threading.Event()
@@ -116,29 +100,6 @@ def test_warnings_of_libraries_become_events_without_their_text():
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Pair:
     return random_pair_of("llama", 0, tmp_path_factory.mktemp("served"))
-
-
-@pytest.mark.slow
-def test_split_serves_everything_padded_before_the_rest_is_compiled(pair):
-    given = {"num_slots": 2, "max_tokens": 64, "max_nodes": 16, "chunk": 40}
-    slots = TargetSlots(pair.target, pair.drafter, **given)
-    every = slots.passes(sampled=True)
-    for size in every[:2]:
-        slots.compile(size)
-    compiled = dict(slots._programs._compiled)
-    for sampling in (Sampling(), Sampling(temperature=0.8, seed=4)):
-        slot = slots.open(sampling, [], 8, 3)
-        text = slots.read(slot, [5, 17, 60], pick_root=True).tokens
-        while len(text) < 8:
-            text += slots.verify([DraftRequest(slot, [7], [0])])[0].tokens
-        (plain,) = pair.plain.generate([[5, 17, 60]], 5, [], sampling)
-        assert text[3:] == plain.token_ids
-        slots.close(slot)
-    assert slots._programs._compiled == compiled  # nothing was compiled in between
-    assert slots.padded(1) == 16
-    for size in every[2:]:  # what a slot takes from then on, if there was time to compile it
-        slots._ready.add(size)
-    assert [slots.padded(nodes) for nodes in (1, 2, 7, 9)] == [1, 4, 8, 16]
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import os
 import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -159,16 +158,6 @@ def test_split_requests_that_do_not_fit_leave_the_connection():
         assert client.open(PROMPT + [5] * 9, prompt_length=20, root_given=True)[-1].count
 
 
-def test_split_an_opening_that_comes_twice_gets_the_same_bytes(server):
-    with Client(server) as client:
-        replies = []
-        for _ in range(2):
-            client.send(opening(PROMPT))
-            replies.append([client.socket.recv(PATIENCE) for _ in range(4)])
-        assert replies[0] == replies[1]
-        client.send(protocol.Close())
-
-
 def test_split_oversized_messages_and_too_many_clients_are_refused():
     limits = ConnectionLimits(max_message_bytes=2000, max_clients=1)
     with running(limits=limits) as server, Client(server) as client:
@@ -228,26 +217,13 @@ def test_split_drain_lets_running_sessions_end_for_a_while():
 
 
 def hostile_message(random: np.random.Generator) -> bytes | str:
-    """Noise, or a good message with a piece torn out, changed or added."""
-    messages = [
-        opening(random.integers(0, 97, 30).tolist()),
-        protocol.Verify(int(random.integers(3)), [1, 2], [0, 1]),
-        protocol.Resume("0" * 32, -1),
-        protocol.Read(1, [5]),
-        protocol.Close(),
-    ]
-    good = [HELLO, *map(protocol.encode, messages)][random.integers(6)]
+    """Noise, or a good message with a piece torn out or changed."""
+    messages = [opening([1, 2, 3]), protocol.Verify(1, [1, 2], [0, 1]), protocol.Read(1, [5])]
+    good = [HELLO, *map(protocol.encode, messages)][random.integers(4)]
     place = int(random.integers(len(good)))
-    changed = bytes([random.integers(256)])
-    return [
-        random.bytes(random.integers(0, 400)),
-        good[:place],
-        good[:place] + changed + good[place + 1 :],
-        good + random.bytes(3),
-        good,
-        "text",
-        bytes(70_000),
-    ][random.integers(7)]
+    changed = good[:place] + random.bytes(1) + good[place + 1 :]
+    noise = random.bytes(random.integers(0, 400))
+    return [noise, good[:place], changed, good, "text", bytes(70_000)][random.integers(6)]
 
 
 @pytest.mark.slow
@@ -282,22 +258,6 @@ def test_split_fuzz_of_a_thousand_messages_leaves_server_memory_and_others_alone
         assert server.get("/health").status_code == 200
         # Of each connection nothing is left but its events.
         assert len(asyncio.all_tasks(server.loop)) < 16
-
-
-def test_split_messages_that_come_too_fast_wait():
-    with running(limits=ConnectionLimits(max_requests_per_second=20)) as server:
-        with Client(server) as client:
-            client.open(PROMPT)
-            client.draft(1)
-            began = time.monotonic()
-            for _ in range(30):  # asks again for what was made
-                client.send(protocol.Verify(1, [], []))
-            with Client(server) as other:
-                assert other.answer([4], 4)[:4] == plain([4], 4)
-            client.send(protocol.Verify(2, [], []))
-            while client.receive().seq != 2:
-                pass
-            assert time.monotonic() - began > 0.4
 
 
 def test_split_metrics_count_as_vllm_does():
