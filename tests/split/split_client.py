@@ -272,10 +272,7 @@ def rest_until_linked(drafter: ToyDrafter, answering: SplitClient, most: int = 2
 
 
 def hurry(server: ServerAddress, options: ClientOptions, seconds: float = 0.5) -> None:
-    """A client gives up on a message after this long from now on.
-
-    Its start may take longer: there is no second server to try, and a machine may be busy.
-    """
+    """A client gives up on a message after this long from now on."""
     object.__setattr__(server, "timeout", seconds)
     object.__setattr__(options, "patience", seconds)
 
@@ -307,30 +304,41 @@ def ask(
     prompt: Sequence[int],
     new: int,
     drafter: Any = None,
+    act: Callable[[int, SplitClient], Any] = lambda index, answering: None,
+    haste: float | None = None,
     **given,
 ) -> AnswerSeen:
-    """One answer of a client of its own."""
-    work = lambda answering: answered(answering, prompt, new, **given)
+    """One answer of a client of its own, which hurries once the answer has begun if `haste` is set.
+
+    Its start may take longer: there is no second server to try, and a machine may be busy.
+    """
+    if haste is not None:
+        server, options = dataclasses.replace(server), dataclasses.replace(options)
+
+    def acting(index: int, answering: SplitClient) -> None:
+        if haste is not None:
+            hurry(server, options, haste)
+        act(index, answering)
+
+    work = lambda answering: answered(answering, prompt, new, act=acting, **given)
     return run_client(server, options, work, drafter)
 
 
-def ask_in_haste(
-    server: ServerAddress,
-    options: ClientOptions,
-    prompt: Sequence[int],
-    new: int,
-    seconds: float = 0.5,
-    **given,
-) -> AnswerSeen:
-    """As `ask`, by a client that hurries once the answer has begun."""
-    server, options = dataclasses.replace(server), dataclasses.replace(options)  # its own to change
-    act = given.pop("act", lambda index, answering: None)
+def failing(proxy: ResettingProxy, seed: int, share: float) -> Callable[[int, SplitClient], None]:
+    """For `answered`: a reset or a blink of the link after a share of the events."""
+    chance = random.Random(seed)
 
-    def acting(index: int, answering: SplitClient) -> None:
-        hurry(server, options, seconds)
-        act(index, answering)
+    def act(index: int, answering: SplitClient) -> None:
+        if chance.random() >= share:
+            return
+        kind = chance.choice(["cut", "refuse", "up", "down", "down", "down"])
+        if kind in ("cut", "refuse"):
+            getattr(proxy, kind)()
+            threading.Timer(chance.uniform(0.0, 0.3), proxy.heal).start()
+        else:
+            proxy.reset_after(chance.choice([0, 1, 5, 40, 200, 1000, 3000]), kind)
 
-    return ask(server, options, prompt, new, act=acting, **given)
+    return act
 
 
 # What comes down at a place in the talk, changed: what is sent on instead of one message.

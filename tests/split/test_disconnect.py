@@ -6,26 +6,22 @@ import asyncio
 import contextlib
 import dataclasses
 import random
-import threading
 import time
 
 import pytest
 
 from infer.split_client.link import ConnectionLost
-from infer.split_client.state import ClientOptions
 from moa_jax.config import Sampling
-from moa_jax.split import protocol
 from tests.split.split_client import (
     CHAIN,
     NEW,
     OPTIONS,
     PROMPT,
     TREE,
-    ResettingProxy,
     ToyDrafter,
     answered,
     ask,
-    ask_in_haste,
+    failing,
     hurry,
     is_linked,
     linked,
@@ -34,7 +30,7 @@ from tests.split.split_client import (
     run_client,
     server_at,
 )
-from tests.split.split_server import Client, ToySlots, opening, plain, running
+from tests.split.split_server import ToySlots, plain, running
 
 pytestmark = pytest.mark.usefixtures("impatient")
 BOTH_POLICIES = pytest.mark.parametrize("policy", ["verify", "keep"])
@@ -50,33 +46,6 @@ def proxy(server):
 # Links through a proxy that fails as a schedule says
 
 
-def fault(proxy: ResettingProxy, chance: random.Random) -> None:
-    """Something goes wrong with the link, and is well again soon."""
-    kind = chance.choice(["cut", "refuse", "up", "down", "down", "down"])
-    if kind in ("cut", "refuse"):
-        getattr(proxy, kind)()
-        threading.Timer(chance.uniform(0.0, 0.3), proxy.heal).start()
-    else:
-        proxy.reset_after(chance.choice([0, 1, 5, 40, 200, 1000, 3000]), kind)
-
-
-def with_faults(seed: int, server, options: ClientOptions, every: int = 4, **given):
-    """An answer with a fault every few events."""
-    chance = random.Random(seed)
-    with linked(server.port) as proxy:
-
-        def act(index: int, answering) -> None:
-            if chance.random() * every < 1:
-                fault(proxy, chance)
-            if chance.random() < 0.2:
-                time.sleep(chance.uniform(0, 0.02))
-
-        prompt = [chance.randrange(97) for _ in range(chance.choice([1, 5, 20, 40]))]
-        found = ask_in_haste(server_at(proxy.port), options, prompt, NEW, act=act, **given)
-        proxy.heal()
-    return found
-
-
 SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 9))]
 
 
@@ -85,8 +54,11 @@ SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ran
 @pytest.mark.parametrize("name", OPTIONS)
 def test_disconnect_text_is_the_targets_or_was_kept(server, name, seed, policy):
     options = dataclasses.replace(OPTIONS[name], policy=policy)
-    with nothing_left():
-        found = with_faults(seed, server, options)
+    prompt = [token * 31 % 97 for token in range((1, 5, 20, 40)[seed % 4])]
+    with nothing_left(), linked(server.port) as proxy:
+        act = failing(proxy, seed, 0.25)
+        found = ask(server_at(proxy.port), options, prompt, NEW, act=act, haste=0.5)
+        proxy.heal()
     found.check(policy)
 
 
@@ -191,30 +163,6 @@ def test_disconnect_session_that_is_gone_is_replayed(server, proxy, policy):
 
 
 # Servers that are full, drain, or know another token
-
-
-def test_disconnect_client_waits_for_a_slot_and_writes_on():
-    """A replay that queues is silent; meanwhile the drafter goes on."""
-    with running(ToySlots(1), queue_seconds=20) as server:
-        with linked(server.port) as proxy, Client(server) as other:
-            lengths = []
-
-            def act(index, answering):
-                length = len(answering.text.answer)
-                if index == 4:
-                    proxy.refuse()
-                    server.wait(lambda: server.service.num_connected == 0)
-                    other.send(opening(PROMPT))  # takes the slot away
-                    assert isinstance(other.receive(), protocol.Opened)
-                    proxy.heal()
-                    lengths.append(length)
-                if len(lengths) == 1 and length > lengths[0] + 20:
-                    lengths.append(length)
-                    other.send(protocol.Close())
-
-            found = ask(server_at(proxy.port), CHAIN, PROMPT, 200, act=act)
-    assert len(lengths) == 2
-    found.check()
 
 
 def test_disconnect_server_that_drains_is_left_and_found_again():

@@ -7,10 +7,8 @@ import dataclasses
 import itertools
 import json
 import os
-import random
 import signal
 import subprocess
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,8 +31,8 @@ from moa_jax.split.client_drafter import ClientDrafter
 from moa_jax.split.pairing import pairing_of
 from tests.pairs import NO_STOP, random_pair_of
 from tests.split.split_client import (
-    ResettingProxy,
     answered,
+    failing,
     linked,
     relayed,
     run_client,
@@ -62,22 +60,6 @@ def server(pair, slots, facts):
 
 def at(port: int, facts: dict, timeout: float = 5.0) -> ServerAddress:
     return ServerAddress(f"ws://127.0.0.1:{port}/v1/split", facts, codec="int8", timeout=timeout)
-
-
-def failing(proxy: ResettingProxy, seed: int, share: float):
-    """For `answered`: a reset or a blink of the link after a share of the events."""
-    chance = random.Random(seed)
-
-    def act(index: int, answering) -> None:
-        if chance.random() >= share:
-            return
-        if chance.random() < 0.5:
-            proxy.reset_after(chance.randrange(3000), chance.choice(["up", "down", "down"]))
-        else:
-            proxy.refuse()
-            threading.Timer(chance.uniform(0, 0.3), proxy.heal).start()
-
-    return act
 
 
 LAWS = {"greedy": Sampling(), "sampled": Sampling(0.9, top_k=20, seed=7)}

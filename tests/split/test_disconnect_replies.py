@@ -19,7 +19,6 @@ from tests.split.split_client import (
     PROMPT,
     ToyDrafter,
     ask,
-    ask_in_haste,
     hurry,
     nothing_left,
     relayed,
@@ -144,5 +143,5 @@ def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
 
     options = dataclasses.replace(CHAIN, reconnect_seconds=30 if kind == "Opened" else 0.5)
     with relayed(server.port, spoil) as port:
-        found = ask_in_haste(server_at(port), options, PROMPT, NEW, seconds=0.3)
+        found = ask(server_at(port), options, PROMPT, NEW, haste=0.3)
     found.check("verify" if kind == "Opened" else "keep")  # which is not needed to resume

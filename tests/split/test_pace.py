@@ -29,19 +29,6 @@ def test_pace_learns_how_often_drafts_are_right():
         assert pace.committed(4) == pytest.approx(truth, rel=0.35)
 
 
-def test_pace_is_not_impressed_by_one_delay():
-    """The first draft compiles its program; a machine pauses now and then."""
-    steady, jolted = seen(0.03, 0.005, 0.8), DraftPace(LENGTHS)
-    jolted.saw_draft(20.0, 1)
-    jolted.saw_reply(30.0, 8, 4, ahead=False)
-    chance = random.Random(0)
-    for _ in range(12):
-        jolted.saw_draft(0.04, 8)
-        jolted.saw_reply(0.03, 8, chance.choice([3, 4, 5]), ahead=False)
-    assert median(jolted.token_s) == pytest.approx(median(steady.token_s))
-    assert median(jolted.reply_s) == pytest.approx(median(steady.reply_s))
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_pace_choice_is_the_best_by_its_own_law(seed):
     chance = random.Random(seed)

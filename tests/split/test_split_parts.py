@@ -171,23 +171,6 @@ def test_the_same_weights_in_other_files_are_the_same(moa, monkeypatch):
     assert mismatch(before, facts(moa / "part")) == ""
 
 
-def test_both_folders_appear_or_none(moa, monkeypatch):
-    before, copy = facts(moa / "part"), client_files.copy
-
-    def fails(source, folder, names):
-        copy(source, folder, names)
-        if folder.name == "draft":
-            raise OSError("no space left")
-
-    monkeypatch.setattr(client_files, "copy", fails)
-    names = sorted(path.name for path in moa.iterdir())
-    for output, flags in ((moa / "new", []), (moa / "part", ["--overwrite"])):
-        with pytest.raises(OSError, match="no space left"):
-            cut(moa / "whole", output, *flags)
-        assert sorted(path.name for path in moa.iterdir()) == names
-    assert facts(moa / "part") == before
-
-
 def test_what_the_program_says_and_refuses(moa, capsys):
     capsys.readouterr()
     cut(moa / "whole", moa / "new", "--json")

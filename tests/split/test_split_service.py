@@ -100,21 +100,6 @@ async def refusal(awaitable) -> tuple[str, str]:
     return error.value.code, error.value.text
 
 
-@over_work()
-async def test_split_waiting_drafts_become_one_batch(work):
-    sessions = [await work.open([n, n + 1]) for n in range(4)]
-    work.slots.hold.clear()
-    first = work.step(sessions[0])
-    await until(lambda: work.entries("verify"))
-    rest = [work.step(s) for s in sessions[1:]]
-    work.slots.hold.set()
-    found = [(await verdicts(answer))[0].tokens for answer in (first, *rest)]
-    assert found == [plain([n, n + 1], 2)[1:] for n in range(4)]
-    assert work.entries("verify") == [(0,), (1, 2, 3)]
-    text = work.metrics.text().decode()
-    assert "split_batch_size_count 2.0" in text and "split_batch_size_sum 4.0" in text
-
-
 @over_work(chunk=4)
 async def test_split_rows_that_the_client_has_are_not_sent(work):
     text = list(range(12))
