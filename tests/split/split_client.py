@@ -384,10 +384,8 @@ class Relay:
     """
 
     def __init__(self, port: int, spoil: Spoil, token: str = "", tls: Any = None) -> None:
-        self._url, self._headers = (
-            f"ws://127.0.0.1:{port}{PATH}",
-            {"Authorization": f"Bearer {token}"},
-        )
+        self._url = f"ws://127.0.0.1:{port}{PATH}"
+        self._headers = {"Authorization": f"Bearer {token}"}
         self._spoil, self._tls = spoil, tls
         self._seen: list[bytes] = []
 

@@ -218,10 +218,10 @@ class Client:
         self.socket: ClientConnection = self._stack.enter_context(
             connect(url, compression=None, **options)
         )
-        self.codec, self.session = codec, ""
+        self.session = ""
         if hello:
             self.send(protocol.Hello("a test", PAIRING, codec, False))
-            self.welcome = self.receive()
+            self.receive()
 
     def __enter__(self) -> Client:
         return self
@@ -267,10 +267,10 @@ class Client:
         (*_, verdict) = self.reply()  # rows of many bytes come in several parts
         return verdict
 
-    def answer(self, prompt: list[int], count: int, first_seq: int = 0) -> list[int]:
+    def answer(self, prompt: list[int], count: int) -> list[int]:
         """An answer of at least `count` tokens, with drafts that are right now and then."""
-        (*_, last) = self.open(prompt, seq=first_seq)
-        text, seq = list(last.tokens), first_seq
+        (*_, last) = self.open(prompt)
+        text, seq = list(last.tokens), 0
         while len(text) < count:
             seq += 1
             right = plain([*prompt, *text], 3)

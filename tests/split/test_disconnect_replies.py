@@ -99,7 +99,6 @@ def test_disconnect_stream_goes_on_after_the_parts_that_came(server, skips, monk
 
 
 FORGED = {
-    "nothing": {"tokens": []},
     "too much": {"tokens": list(range(30))},
     "more for ever": {"more": True, "tokens": [], "done": ""},
     "another end": {"done": "stop"},
@@ -108,7 +107,6 @@ FORGED = {
     "rows before": {"start": 0},
     "rows behind": {"start": 70},
     "the future": {"seq": 1000},
-    "the past": {"seq": 0},
 }
 
 

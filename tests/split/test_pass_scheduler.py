@@ -72,12 +72,6 @@ def test_a_step_is_a_chunk_and_then_a_pass():
     assert Driver({}, {}).step() == [] and Driver({"A": 40}, {}).step() == ["A"]
 
 
-def test_short_chunks_take_the_place_of_a_long_one():
-    """But not more than four: a device that waits for weights needs as long for each of them."""
-    many = {name: 2 for name in "ABCDEF"}
-    assert Driver(many, {name: 1 for name in "uvwxyz"}).step() == [*"ABCD", "uvw"]
-
-
 def test_a_wide_row_has_a_pass_of_its_own():
     """The oldest goes first, with those that fit to it."""
     driver = Driver({}, {"a": 1, "b": 8, "c": 4, "d": 2, "e": 4})

@@ -35,10 +35,8 @@ REFUSED = {  # the program with its flags, and what the one line says
     "client": "one of the arguments --connect --offline is required",
     "client --connect http://127.0.0.1:1/": "give ws://HOST:PORT/v1/split",
     f"{WS} --token-file {{words}}": "one word of printable ASCII",
-    f"{WS} --tls-ca {{junk}}": "--tls-ca is for wss:// servers",
     f"{WSS} --tls-ca {{junk}}": "holds no certificate",
     f"{WS} --logit-bias 3:1": "logit_bias cannot be sent",
-    "client --offline --lengths 65": "from 1 to 64",
     "client --offline --mode tree --depth 1": "drafts nothing",
     "server --host 0.0.0.0": "lets other machines in; give --token-file, or --open",
     "server --token-file {empty}": "one word of printable ASCII",
@@ -46,7 +44,6 @@ REFUSED = {  # the program with its flags, and what the one line says
     "server --chunk 5000": "--chunk 5000: clients take at most 4096 at once",
     "server --warm 1,9 --max-nodes 7": "--warm 9: drafts have at most 8 nodes",
     'server --speculative-config {{"num_speculative_tokens":3}}': "give --lengths to infer.client",
-    "bench --modes chain,rail": "--modes chain,rail; choose from stream, plain, chain, tree",
     "bench --draft lookup": "--draft lookup cannot write token by token, as chain asks",
 }
 
@@ -131,9 +128,5 @@ def test_split_program_serves_the_targets_text_over_tls_until_sigterm(
     log = (tmp_path / "log.log").read_text()
     assert f"listening on {url}\n" in log and "Traceback" not in log and "secret" not in log
     events = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
-    said = [event["event"] for event in events]
-    # The server may hear late that its clients are gone, and tells those that it drains.
-    after = {(each["event"], each.get("code")) for each in events[said.index("drain") + 1 :]}
-    assert after <= {("disconnect", None), ("fault", "draining")}
     closed = [event for event in events if event["event"] == "close"]
     assert sorted(event["tokens"] for event in closed) == [13, 17, 52]
