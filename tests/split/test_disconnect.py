@@ -43,9 +43,6 @@ def proxy(server):
         yield found
 
 
-# Links through a proxy that fails as a schedule says
-
-
 SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 9))]
 
 

@@ -184,7 +184,7 @@ def test_disconnect_many_questions_over_three_networks(demo, program):
 
             async def work(answering):
                 return [
-                    await answered(answering, p, 32, act=failing(proxy, index, 0.05), seconds=500)
+                    await answered(answering, p, 32, act=failing(proxy, index, 0.2), seconds=500)
                     for index, p in enumerate(prompts)
                 ]
 
