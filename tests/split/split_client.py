@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import gc
 import hashlib
 import os
 import random
+import socket
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +25,7 @@ import websockets
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.asyncio.server import ServerConnection, serve
 
-from infer.bench.network import PROFILES, Profile, in_thread
+from infer.bench.network import PROFILES, Direction, Profile, Proxy, in_thread
 from infer.split_client.answering import SplitClient
 from infer.split_client.link import ServerAddress
 from infer.split_client.state import AnswerEvent, ClientOptions, Counts
@@ -30,7 +34,6 @@ from infer.split_server.sessions import ServerLimits
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.split import protocol
 from moa_jax.split.client_drafter import EXACT
-from tests.split.resets import ResettingProxy
 from tests.split.split_server import (
     PAIRING,
     PATIENCE,
@@ -77,7 +80,6 @@ class ToyDrafter:
     def __init__(self, can_go_on: bool = True) -> None:
         self.leaves, self.cfg = SPECS, SimpleNamespace(vocab_size=VOCAB)
         self.functions = SimpleNamespace(draft_one=guess if can_go_on else None)
-        self.exact = True  # whether rows come as they were
         self.reset(Sampling())
 
     def reset(self, sampling: Sampling, prompt_length: int = 0) -> None:
@@ -93,7 +95,7 @@ class ToyDrafter:
     def absorb(self, start: int, tokens: Sequence[int], rows: Sequence[np.ndarray]) -> None:
         whole = [0] * start + list(tokens)
         for ours, theirs in zip(rows, rows_of(whole, start, len(tokens)), strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=0 if self.exact else 0.02)
+            np.testing.assert_array_equal(ours, theirs)
         if len(tokens) > EXACT:
             del self.rows[start:]
         self._put(start, "target", tokens)
@@ -118,6 +120,46 @@ class ToyDrafter:
             parents += [at, at]
             at = len(tokens) - 1
         return tokens[: shape.total_tokens], parents[: shape.total_tokens]
+
+
+class ResettingProxy(Proxy):
+    """A proxy that also resets connections, at any byte."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._until_reset: dict[Direction, int] = {}
+
+    def reset_after(self, n_bytes: int, direction: Direction) -> None:
+        """Resets one connection, at both ends, after `n_bytes` in one direction; happens once.
+
+        Bytes of all connections count, and the connection that carries the last byte is reset.
+        With 0 the connection of the next byte is reset, and that byte does not pass.
+        """
+        self._in_loop(lambda: self._until_reset.update({direction: n_bytes}))
+
+    def _heal(self) -> None:
+        self._until_reset.clear()
+        super()._heal()
+
+    async def send(self, way: Direction, sink: socket.socket, data: bytes) -> None:
+        left = self._until_reset.pop(way, None)
+        if left is not None and left > len(data):
+            self._until_reset[way] = left - len(data)
+            left = None
+        await super().send(way, sink, data[:left])
+        if left is not None:
+            await _taken(sink)
+            raise ConnectionResetError
+
+
+async def _taken(sink: socket.socket) -> None:
+    """Waits until the peer's kernel has all data, because a reset discards the rest."""
+    queued = bytearray(4)
+    while True:
+        fcntl.ioctl(sink, termios.TIOCOUTQ, queued)
+        if not int.from_bytes(queued, sys.byteorder):
+            return
+        await asyncio.sleep(0.001)
 
 
 @contextlib.contextmanager
@@ -230,10 +272,7 @@ def rest_until_linked(drafter: ToyDrafter, answering: SplitClient, most: int = 2
 
 
 def hurry(server: ServerAddress, options: ClientOptions, seconds: float = 0.5) -> None:
-    """A client gives up on a message after this long from now on.
-
-    Its start may take longer: there is no second server to try, and a machine may be busy.
-    """
+    """A client gives up on a message after this long from now on."""
     object.__setattr__(server, "timeout", seconds)
     object.__setattr__(options, "patience", seconds)
 
@@ -265,30 +304,41 @@ def ask(
     prompt: Sequence[int],
     new: int,
     drafter: Any = None,
+    act: Callable[[int, SplitClient], Any] = lambda index, answering: None,
+    haste: float | None = None,
     **given,
 ) -> AnswerSeen:
-    """One answer of a client of its own."""
-    work = lambda answering: answered(answering, prompt, new, **given)
+    """One answer of a client of its own, which hurries once the answer has begun if `haste` is set.
+
+    Its start may take longer: there is no second server to try, and a machine may be busy.
+    """
+    if haste is not None:
+        server, options = dataclasses.replace(server), dataclasses.replace(options)
+
+    def acting(index: int, answering: SplitClient) -> None:
+        if haste is not None:
+            hurry(server, options, haste)
+        act(index, answering)
+
+    work = lambda answering: answered(answering, prompt, new, act=acting, **given)
     return run_client(server, options, work, drafter)
 
 
-def ask_in_haste(
-    server: ServerAddress,
-    options: ClientOptions,
-    prompt: Sequence[int],
-    new: int,
-    seconds: float = 0.5,
-    **given,
-) -> AnswerSeen:
-    """As `ask`, by a client that hurries once the answer has begun."""
-    server, options = dataclasses.replace(server), dataclasses.replace(options)  # its own to change
-    act = given.pop("act", lambda index, answering: None)
+def failing(proxy: ResettingProxy, seed: int, share: float) -> Callable[[int, SplitClient], None]:
+    """For `answered`: a reset or a blink of the link after a share of the events."""
+    chance = random.Random(seed)
 
-    def acting(index: int, answering: SplitClient) -> None:
-        hurry(server, options, seconds)
-        act(index, answering)
+    def act(index: int, answering: SplitClient) -> None:
+        if chance.random() >= share:
+            return
+        kind = chance.choice(["cut", "refuse", "up", "down", "down", "down"])
+        if kind in ("cut", "refuse"):
+            getattr(proxy, kind)()
+            threading.Timer(chance.uniform(0.0, 0.3), proxy.heal).start()
+        else:
+            proxy.reset_after(chance.choice([0, 1, 5, 40, 200, 1000, 3000]), kind)
 
-    return ask(server, options, prompt, new, act=acting, **given)
+    return act
 
 
 # What comes down at a place in the talk, changed: what is sent on instead of one message.
@@ -334,10 +384,8 @@ class Relay:
     """
 
     def __init__(self, port: int, spoil: Spoil, token: str = "", tls: Any = None) -> None:
-        self._url, self._headers = (
-            f"ws://127.0.0.1:{port}{PATH}",
-            {"Authorization": f"Bearer {token}"},
-        )
+        self._url = f"ws://127.0.0.1:{port}{PATH}"
+        self._headers = {"Authorization": f"Bearer {token}"}
         self._spoil, self._tls = spoil, tls
         self._seen: list[bytes] = []
 

@@ -35,24 +35,6 @@ LIMITS = protocol.MessageLimits(
 )
 
 
-class Steps:
-    """A `hold` of `ToySlots` that lets one piece of work after the other end."""
-
-    def __init__(self) -> None:
-        self._ends = threading.Semaphore(0)
-
-    def step(self) -> None:
-        """The piece of work that waits, or the next one, may end."""
-        self._ends.release()
-
-    def wait(self, seconds: float) -> bool:
-        return self._ends.acquire(timeout=seconds)
-
-    def set(self) -> None:
-        """From now on nothing is held."""
-        self._ends.release(1000)
-
-
 def next_token(tokens: list[int]) -> int:
     """What the toy target says: a hash of the whole text."""
     return hashlib.sha256(repr(tokens).encode()).digest()[0] % VOCAB
@@ -83,7 +65,6 @@ class ToySlots:
         self.chunk, self.width = chunk, width
         self.seconds = 0.0
         self.error: Exception | None = None
-        self.lost = False  # whether an error takes the caches with it
         self.hold = threading.Event()  # cleared: the worker waits
         self.hold.set()
         self.diary: list[tuple] = []
@@ -112,8 +93,7 @@ class ToySlots:
         return next(size for size in NODES if size >= num_nodes)
 
     def recover(self) -> bool:
-        self.threads.add(threading.current_thread().name)
-        return self.lost
+        return False
 
     def read(self, slot: int, tokens: list[int], *, pick_root: bool) -> Reply:
         self._work("read", slot, len(tokens))
@@ -238,10 +218,10 @@ class Client:
         self.socket: ClientConnection = self._stack.enter_context(
             connect(url, compression=None, **options)
         )
-        self.codec, self.session = codec, ""
+        self.session = ""
         if hello:
             self.send(protocol.Hello("a test", PAIRING, codec, False))
-            self.welcome = self.receive()
+            self.receive()
 
     def __enter__(self) -> Client:
         return self
@@ -287,10 +267,10 @@ class Client:
         (*_, verdict) = self.reply()  # rows of many bytes come in several parts
         return verdict
 
-    def answer(self, prompt: list[int], count: int, first_seq: int = 0) -> list[int]:
+    def answer(self, prompt: list[int], count: int) -> list[int]:
         """An answer of at least `count` tokens, with drafts that are right now and then."""
-        (*_, last) = self.open(prompt, seq=first_seq)
-        text, seq = list(last.tokens), first_seq
+        (*_, last) = self.open(prompt)
+        text, seq = list(last.tokens), 0
         while len(text) < count:
             seq += 1
             right = plain([*prompt, *text], 3)

@@ -1,4 +1,4 @@
-"""Answers of split clients whose links fail: cut, refused, reset, and well again."""
+"""Answers of split clients whose links are cut, refused, reset, slow or dead, and well again."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import random
-import threading
 import time
 
 import pytest
 
-from infer.split_client.link import ConnectionLost, ServerBusy
-from infer.split_client.state import ClientOptions
-from infer.split_server.app import ConnectionLimits
+from infer.split_client.link import ConnectionLost
 from moa_jax.config import Sampling
-from moa_jax.split import protocol
-from tests.split.resets import ResettingProxy
 from tests.split.split_client import (
     CHAIN,
     NEW,
@@ -26,7 +21,7 @@ from tests.split.split_client import (
     ToyDrafter,
     answered,
     ask,
-    ask_in_haste,
+    failing,
     hurry,
     is_linked,
     linked,
@@ -35,221 +30,136 @@ from tests.split.split_client import (
     run_client,
     server_at,
 )
-from tests.split.split_server import Client, ToySlots, opening, plain, running
+from tests.split.split_server import ToySlots, plain, running
 
 pytestmark = pytest.mark.usefixtures("impatient")
+BOTH_POLICIES = pytest.mark.parametrize("policy", ["verify", "keep"])
 
 
+@pytest.fixture
+def proxy(server):
+    """A link to the server that can fail."""
+    with linked(server.port) as found:
+        yield found
+
+
+SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 9))]
+
+
+@BOTH_POLICIES
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_split_client_writes_the_targets_text(server, name):
+def test_disconnect_text_is_the_targets_or_was_kept(server, name, seed, policy):
+    options = dataclasses.replace(OPTIONS[name], policy=policy)
+    prompt = [token * 31 % 97 for token in range((1, 5, 20, 40)[seed % 4])]
+    with nothing_left(), linked(server.port) as proxy:
+        act = failing(proxy, seed, 0.25)
+        found = ask(server_at(proxy.port), options, prompt, NEW, act=act, haste=0.5)
+        proxy.heal()
+    found.check(policy)
+
+
+def test_disconnect_before_the_first_answer_is_an_error_and_later_not(proxy):
+    """Without a server there is none at the start; an answer after one is begun alone."""
+
+    async def work(answering):
+        proxy.refuse()
+        with pytest.raises(ConnectionLost):
+            await answered(answering, PROMPT, NEW)
+        proxy.heal()
+        first = await answered(answering, PROMPT, NEW)
+        proxy.refuse()
+        heal = lambda index, _: proxy.heal() if index == 4 else None
+        return first, await answered(answering, [7, *PROMPT], NEW, act=heal)
+
     with nothing_left():
-        found = ask(server_at(server.port), OPTIONS[name], PROMPT, NEW)
-    assert found.counts.drops == found.counts.rewritten == 0
-    found.check()
+        first, second = run_client(server_at(proxy.port), CHAIN, work)
+    first.check()
+    second.check()
+    assert first.counts.drops == 0
+    begin = second.events[0]
+    assert begin.verified == 0 and begin.notice.startswith("link lost: ")
 
 
-def test_split_client_ends_at_stop_ids(server):
-    stop = plain(PROMPT, 30)[29]
-    found = ask(server_at(server.port), CHAIN, PROMPT, NEW, stop_ids=[stop])
-    assert stop == found.tokens[-1] not in found.tokens[:-1]
-    found.check(done="stop")
+@BOTH_POLICIES
+@pytest.mark.parametrize("seed", range(4))
+def test_disconnect_while_the_prompt_is_read(proxy, policy, seed):
+    """The rows of a long prompt come in parts; they and the way there are cut anywhere."""
+    prompt = [seed * 7 % 97, *range(60)]
+
+    async def work(answering):
+        await answered(answering, [5], 3)  # the server is known
+        proxy.reset_after(random.Random(seed).randrange(2500), "down")
+        return await answered(answering, prompt, NEW)
+
+    options = dataclasses.replace(CHAIN, policy=policy)
+    run_client(server_at(proxy.port), options, work).check(policy)
 
 
-def test_disconnect_offline_is_the_drafter_alone():
+@pytest.mark.parametrize(
+    ("name", "policy"), [("chain", "verify"), ("tree", "keep"), ("plain", "verify")]
+)
+def test_disconnect_for_good_ends_alone(proxy, name, policy):
+    options = dataclasses.replace(OPTIONS[name], policy=policy, reconnect_seconds=0.2)
+    refuse = lambda index, _: proxy.refuse() if index == 5 else None
     with nothing_left():
-        found = ask(None, CHAIN, PROMPT, NEW)
-    assert all(found.kept)
+        found = ask(server_at(proxy.port), options, PROMPT, NEW, act=refuse)
+    assert found.kept[-1] and not found.kept[0]
     found.check("keep")
 
 
-# Links through a proxy that fails as a schedule says
-
-
-def fault(proxy: ResettingProxy, chance: random.Random) -> None:
-    """Something goes wrong with the link, and is well again soon."""
-    kind = chance.choice(["cut", "refuse", "up", "down", "down", "down"])
-    if kind in ("cut", "refuse"):
-        getattr(proxy, kind)()
-        threading.Timer(chance.uniform(0.0, 0.3), proxy.heal).start()
-    else:
-        proxy.reset_after(chance.choice([0, 1, 5, 40, 200, 1000, 3000]), kind)
-
-
-def with_faults(seed: int, server, options: ClientOptions, every: int = 4, **given):
-    """An answer with a fault every few events."""
-    chance = random.Random(seed)
-    with linked(server.port) as proxy:
-
-        def act(index: int, answering) -> None:
-            if chance.random() * every < 1:
-                fault(proxy, chance)
-            if chance.random() < 0.2:
-                time.sleep(chance.uniform(0, 0.02))
-
-        prompt = [chance.randrange(97) for _ in range(chance.choice([1, 5, 20, 40]))]
-        found = ask_in_haste(server_at(proxy.port), options, prompt, NEW, act=act, **given)
-        proxy.heal()
-    return found
-
-
-MATRIX = [(name, seed) for name in OPTIONS for seed in range(2)]
-MORE = [
-    pytest.param(name, seed, marks=pytest.mark.slow) for name in OPTIONS for seed in range(2, 30)
-]
-
-
-@pytest.mark.parametrize("policy", ["verify", "keep"])
-@pytest.mark.parametrize(("name", "seed"), [*MATRIX, *MORE])
-def test_disconnect_text_is_the_targets_or_was_kept(server, name, seed, policy):
-    options = dataclasses.replace(OPTIONS[name], policy=policy)
-    with nothing_left():
-        found = with_faults(seed, server, options)
-    found.check(policy)
-
-
-def test_disconnect_before_the_first_answer_is_an_error_and_later_not(server):
-    """Without a server there is none at the start; an answer after one is begun alone."""
-    with linked(server.port) as proxy:
-
-        async def work(answering):
-            proxy.refuse()
-            with pytest.raises(ConnectionLost):
-                await answered(answering, PROMPT, NEW)
-            proxy.heal()
-            first = await answered(answering, PROMPT, NEW)
-            proxy.refuse()
-            heal = lambda index, _: proxy.heal() if index == 4 else None
-            return first, await answered(answering, [7, *PROMPT], NEW, act=heal)
-
-        with nothing_left():
-            first, second = run_client(server_at(proxy.port), CHAIN, work)
-        first.check()
-        second.check()
-        assert first.counts.drops == 0
-        begin = second.events[0]
-        assert begin.verified == 0 and begin.notice.startswith("link lost: ")
-
-
-@pytest.mark.parametrize("policy", ["verify", "keep"])
-@pytest.mark.parametrize("seed", range(4))
-def test_disconnect_while_the_prompt_is_read(server, policy, seed):
-    """The rows of a long prompt come in parts; they and the way there are cut anywhere."""
-    prompt = [seed * 7 % 97, *range(60)]
-    options = dataclasses.replace(CHAIN, policy=policy)
-    with linked(server.port) as proxy:
-
-        async def work(answering):
-            await answered(answering, [5], 3)  # the server is known
-            proxy.reset_after(random.Random(seed).randrange(2500), "down")
-            return await answered(answering, prompt, NEW)
-
-        found = run_client(server_at(proxy.port), options, work)
-    found.check(policy)
-
-
-def test_disconnect_for_good_ends_alone(server):
-    for name, policy in (("chain", "verify"), ("tree", "keep"), ("plain", "verify")):
-        options = dataclasses.replace(OPTIONS[name], policy=policy, reconnect_seconds=0.2)
-        with linked(server.port) as proxy, nothing_left():
-            refuse = lambda index, _, proxy=proxy: proxy.refuse() if index == 5 else None
-            found = ask(server_at(proxy.port), options, PROMPT, NEW, act=refuse)
-        assert found.kept[-1] and not found.kept[0]
-        found.check("keep")
-
-
-def test_disconnect_for_good_without_a_drafter_to_go_on(server):
+def test_disconnect_for_good_without_a_drafter_to_go_on(proxy):
     """A drafter that only makes trees waits for a link, and gives up in time."""
-    with linked(server.port) as proxy:
-        drafter = ToyDrafter(can_go_on=False)
-        options = dataclasses.replace(TREE, reconnect_seconds=0.3)
-        refuse = lambda index, _: proxy.refuse() if index == 5 else None
-        found = ask(server_at(proxy.port), options, PROMPT, NEW, drafter, act=refuse)
-        assert found.done == "lost" and not any(found.kept)
-        proxy.heal()
-        options = dataclasses.replace(TREE, reconnect_seconds=30)
-
-        def blink(index, _):
-            if index == 5:
-                proxy.refuse()
-                proxy.heal()
-
-        found = ask(server_at(proxy.port), options, PROMPT, NEW, drafter, act=blink)
-        found.check()
-        assert found.counts.drops == 1
+    drafter = ToyDrafter(can_go_on=False)
+    options = dataclasses.replace(TREE, reconnect_seconds=0.3)
+    refuse = lambda index, _: proxy.refuse() if index == 5 else None
+    found = ask(server_at(proxy.port), options, PROMPT, NEW, drafter, act=refuse)
+    assert found.done == "lost" and not any(found.kept)
 
 
-def test_disconnect_stop_id_in_what_was_written_alone(server):
+@BOTH_POLICIES
+@pytest.mark.parametrize("stop", range(0, 97, 16))
+def test_disconnect_stop_id_in_what_was_written_alone(proxy, policy, stop):
     """A stop of the drafter's ends the answer if it is kept; else only if it is the target's."""
-    for policy in ("verify", "keep"):
-        options = dataclasses.replace(CHAIN, policy=policy)
-        for stop in range(0, 97, 6):
-            with linked(server.port) as proxy:
 
-                def act(index, answering, proxy=proxy):
-                    if index == 3:
-                        proxy.refuse()
-                    if index == 9 or answering.text.is_written:
-                        proxy.heal()
+    def act(index, answering):
+        if index == 3:
+            proxy.refuse()
+        if index == 9 or answering.text.is_written:
+            proxy.heal()
 
-                found = ask(server_at(proxy.port), options, PROMPT, NEW, stop_ids=[stop], act=act)
-            found.check(policy, "stop" if stop in found.tokens else "length")
-            assert stop not in found.tokens[:-1]
+    options = dataclasses.replace(CHAIN, policy=policy)
+    found = ask(server_at(proxy.port), options, PROMPT, NEW, stop_ids=[stop], act=act)
+    found.check(policy, "stop" if stop in found.tokens else "length")
+    assert stop not in found.tokens[:-1]
 
 
-def test_disconnect_session_that_is_gone_is_replayed(server):
+@BOTH_POLICIES
+def test_disconnect_session_that_is_gone_is_replayed(server, proxy, policy):
     """The slot was given away, or the server is another one: all tokens start it again."""
-    for policy in ("verify", "keep"):
-        options = dataclasses.replace(CHAIN, policy=policy)
-        drafter, gone = ToyDrafter(), []
-        with linked(server.port) as proxy:
+    drafter, gone = ToyDrafter(), []
 
-            def act(index, answering, proxy=proxy, drafter=drafter, gone=gone):
-                rest_until_linked(drafter, answering)
-                is_back = is_linked(answering) and answering.counts.prompts > len(gone)
-                if index < 4 or len(gone) == 2 or not is_back:
-                    return
-                gone.append(index)
-                proxy.refuse()
-                sessions = server.service._sessions
-                server.loop.call_soon_threadsafe(
-                    lambda: [server.service.close(s, "test") for s in list(sessions.values())]
-                )
-                server.wait(lambda: not sessions)
-                proxy.heal()
+    def act(index, answering):
+        rest_until_linked(drafter, answering)
+        is_back = is_linked(answering) and answering.counts.prompts > len(gone)
+        if index < 4 or len(gone) == 2 or not is_back:
+            return
+        gone.append(index)
+        proxy.refuse()
+        sessions = server.service._sessions
+        server.loop.call_soon_threadsafe(
+            lambda: [server.service.close(s, "test") for s in list(sessions.values())]
+        )
+        server.wait(lambda: not sessions)
+        proxy.heal()
 
-            found = ask(server_at(proxy.port), options, PROMPT, 200, drafter, act=act)
-        assert len(gone) == 2 and found.counts.prompts >= 3
-        found.check(policy)
+    options = dataclasses.replace(CHAIN, policy=policy)
+    found = ask(server_at(proxy.port), options, PROMPT, 200, drafter, act=act)
+    assert len(gone) == 2 and found.counts.prompts >= 3
+    found.check(policy)
 
 
-def test_disconnect_client_waits_for_a_slot_and_writes_on():
-    """A replay that queues is silent; meanwhile the drafter goes on."""
-    with running(ToySlots(1), queue_seconds=20) as server:
-        with linked(server.port) as proxy, Client(server) as other:
-            opened = []
-
-            def act(index, answering):
-                if index == 4:
-                    proxy.refuse()
-                    server.wait(lambda: server.service.num_connected == 0)
-                    other.send(opening(PROMPT))  # takes the slot away
-                    assert isinstance(other.receive(), protocol.Opened)
-                    proxy.heal()
-                    opened.append(len(answering.text.answer))
-                if opened and len(answering.text.answer) > opened[0] + 20 and len(opened) == 1:
-                    opened.append(len(answering.text.answer))
-                    other.send(protocol.Close())
-
-            found = ask(server_at(proxy.port), CHAIN, PROMPT, 200, act=act)
-    assert len(opened) == 2
-    found.check()
-
-
-def test_disconnect_server_without_room_is_said_at_the_start():
-    with running(ToySlots(1), max_queue=0) as server, Client(server) as other:
-        other.open(PROMPT)
-        with nothing_left(), pytest.raises(ServerBusy, match="queue is full"):
-            ask(server_at(server.port), CHAIN, PROMPT, NEW)
+# Servers that are full, drain, or know another token
 
 
 def test_disconnect_server_that_drains_is_left_and_found_again():
@@ -268,47 +178,56 @@ def test_disconnect_server_that_drains_is_left_and_found_again():
         assert second.named("open") and found.counts.prompts == 2
 
 
-def test_disconnect_token_that_is_refused_later_is_said_once():
-    """Denied while dialling: what is left is written alone, with one notice of why."""
-    with (
-        running(limits=ConnectionLimits(token="a")) as first,
-        running(limits=ConnectionLimits(token="b")) as other,
-    ):
-        with linked(first.port) as proxy:
-
-            def act(index, answering):
-                if index == 4:
-                    proxy._target = ("127.0.0.1", other.port)
-                    proxy.refuse()
-                    proxy.heal()
-
-            with nothing_left():
-                found = ask(server_at(proxy.port, token="a"), CHAIN, PROMPT, NEW, act=act)
-        found.check("keep")
-        assert found.kept[-1]
-        notices = [event.notice for event in found.events if "token" in event.notice]
-        assert notices == ["the server rejects this token; see --token-file"]
-
-
-def test_disconnect_client_that_is_stopped_leaves_nothing(server):
+@pytest.mark.parametrize("last", [1, 3, 6, 8])
+def test_disconnect_client_that_is_stopped_leaves_nothing(server, last):
     """The reader of an answer goes away at any event, with a link and without."""
-    for last in (1, 3, 6, 8):
-        with nothing_left(), linked(server.port) as proxy:
-            client, options = server_at(proxy.port), dataclasses.replace(CHAIN)
 
-            async def work(answering, last=last, proxy=proxy, client=client, options=options):
-                events = answering.answer(PROMPT, 20 + NEW, [], Sampling())
-                async with contextlib.aclosing(events):
-                    count = 0
-                    async for _ in events:
-                        hurry(client, options, 0.3)
-                        count += 1
-                        if count == 4:
-                            await asyncio.to_thread(proxy.cut if last == 6 else proxy.refuse)
-                        if count == last:
-                            await answering.stop(2)
-                            break
-                return answering.text.answer
+    async def work(answering):
+        events = answering.answer(PROMPT, 20 + NEW, [], Sampling())
+        async with contextlib.aclosing(events):
+            count = 0
+            async for _ in events:
+                hurry(client, options, 0.3)
+                count += 1
+                if count == 4:
+                    await asyncio.to_thread(proxy.cut if last == 6 else proxy.refuse)
+                if count == last:
+                    await answering.stop(2)
+                    break
+        return answering.text.answer
 
-            found = run_client(client, options, work)
-            assert found == plain(PROMPT, NEW)[:2][: len(found)]
+    with nothing_left(), linked(server.port) as proxy:
+        client, options = server_at(proxy.port), dataclasses.replace(CHAIN)
+        found = run_client(client, options, work)
+    assert found == plain(PROMPT, NEW)[:2][: len(found)]
+
+
+# Links that are slow or dead, and what is kept of them
+
+
+@pytest.mark.slow
+def test_split_client_waits_for_a_server_that_lives():
+    """It compiles, say: no reply comes for long, but pongs do."""
+    with running(ToySlots(2)) as slow, nothing_left():
+        slow.slots.seconds = 2.5
+        found = ask(server_at(slow.port, timeout=2.0), CHAIN, PROMPT[:3], 1)
+    found.check()
+    assert found.counts.drops == 0
+
+
+def test_split_client_does_not_wait_for_a_link_that_is_dead(proxy):
+    times = []
+
+    def act(index, answering):
+        times.append(time.monotonic())
+        object.__setattr__(address, "timeout", 0.4)  # only now, as the first call may take long
+        if index == 3:
+            proxy.cut()
+        if answering.text.is_written:
+            proxy.heal()
+
+    address = server_at(proxy.port)
+    found = ask(address, CHAIN, PROMPT, NEW, act=act)
+    found.check()
+    assert found.counts.drops >= 1
+    assert times[3] - times[2] < 20  # far below what a reply may take

@@ -7,8 +7,6 @@ import random
 
 import pytest
 
-from infer.split_client.answering import SplitClient
-from infer.split_client.link import ConnectionLost
 from infer.split_client.state import ClientOptions
 from infer.split_server.sessions import ReplyBuffer
 from moa_jax.split import protocol
@@ -21,16 +19,13 @@ from tests.split.split_client import (
     PROMPT,
     ToyDrafter,
     ask,
-    ask_in_haste,
     hurry,
-    linked,
     nothing_left,
     relayed,
-    rest_until_linked,
     server_at,
     spoiler,
 )
-from tests.split.split_server import LIMITS, next_token
+from tests.split.split_server import LIMITS
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -49,14 +44,13 @@ def relays(server, spoil, options: ClientOptions = CHAIN, **given):
         return ask(client, options, PROMPT, NEW, **given)
 
 
-SEEDS = [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 80))]
+SEEDS = [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 25))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_disconnect_messages_twice_late_never_and_broken(server, seed):
     name = list(OPTIONS)[seed % len(OPTIONS)]
-    found = relays(server, spoiler(seed, 8), OPTIONS[name])
-    found.check()
+    relays(server, spoiler(seed, 8), OPTIONS[name]).check()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -77,33 +71,6 @@ def test_disconnect_bits_that_flip_end_no_client(server, seed):
     options = dataclasses.replace(CHAIN, reconnect_seconds=1.0)
     found = relays(server, spoil, options, drafter=drafter)
     assert found.done and len(found.tokens) <= NEW
-
-
-@pytest.mark.parametrize(
-    ("kind", "then"),
-    [
-        *((kind, "another version") for kind in ("Welcome", "Committed", "Resumed")),
-        ("Resumed", "no session"),
-    ],
-)
-def test_disconnect_one_forged_message_after_a_lost_link(server, kind, then):
-    """A server that has welcomed a client before speaks its version; one may know no request."""
-    to_do = ["close", "forge"]
-
-    def spoil(message, seen):
-        began = message[1] == 67 if then == "no session" else len(seen) > 4
-        if began and "close" in to_do:
-            to_do.remove("close")
-            return [CLOSE]  # so that Welcome and Resumed come once more
-        if to_do == ["forge"] and protocol.DOWN[message[1]].__name__ == kind:
-            to_do.remove("forge")
-            unknown = protocol.encode(protocol.Resumed(-1))
-            return [unknown if then == "no session" else b"!" + message[1:]]
-        return [message]
-
-    found = relays(server, spoil)
-    found.check()
-    assert found.counts.drops >= 1 and not to_do
 
 
 @pytest.mark.parametrize("skips", [True, False], ids=["this server", "an earlier server"])
@@ -132,7 +99,6 @@ def test_disconnect_stream_goes_on_after_the_parts_that_came(server, skips, monk
 
 
 FORGED = {
-    "nothing": {"tokens": []},
     "too much": {"tokens": list(range(30))},
     "more for ever": {"more": True, "tokens": [], "done": ""},
     "another end": {"done": "stop"},
@@ -141,13 +107,11 @@ FORGED = {
     "rows before": {"start": 0},
     "rows behind": {"start": 70},
     "the future": {"seq": 1000},
-    "the past": {"seq": 0},
 }
 
 
-@pytest.mark.parametrize("policy", ["verify", "keep"])
 @pytest.mark.parametrize("name", FORGED)
-def test_disconnect_replies_that_do_not_fit_are_lost_links(server, name, policy):
+def test_disconnect_replies_that_do_not_fit_are_lost_links(server, name):
     """Always the same wrong reply: the answer ends alone, soon after it is written."""
 
     def spoil(message, seen):
@@ -156,17 +120,16 @@ def test_disconnect_replies_that_do_not_fit_are_lost_links(server, name, policy)
             return [protocol.encode(dataclasses.replace(verdict, **FORGED[name]))] * 3
         return [message]
 
-    options = dataclasses.replace(CHAIN, policy=policy, reconnect_seconds=0.3)
-    found = relays(server, spoil, options)
+    found = relays(server, spoil, dataclasses.replace(CHAIN, reconnect_seconds=0.3))
     found.check("keep")
     assert found.counts.drops
 
 
-@pytest.mark.parametrize("kind", ["Welcome", "Opened", "Committed", "Resumed"])
+@pytest.mark.parametrize("kind", ["Opened", "Committed", "Resumed"])
 @pytest.mark.parametrize("then", [CLOSE, HANG, "flood", "denied"])
 def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
     """Once the answer has begun, every message of a kind is replaced."""
-    number = {"Welcome": 65, "Opened": 66, "Committed": 67, "Resumed": 68}[kind]
+    number = {"Opened": 66, "Committed": 67, "Resumed": 68}[kind]
     fault = protocol.encode(protocol.Fault("pairing", "no", True))
 
     def spoil(message, seen):
@@ -178,66 +141,5 @@ def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
 
     options = dataclasses.replace(CHAIN, reconnect_seconds=30 if kind == "Opened" else 0.5)
     with relayed(server.port, spoil) as port:
-        found = ask_in_haste(server_at(port), options, PROMPT, NEW, seconds=0.3)
+        found = ask(server_at(port), options, PROMPT, NEW, haste=0.3)
     found.check("verify" if kind == "Opened" else "keep")  # which is not needed to resume
-
-
-def test_disconnect_kept_tail_is_read_by_the_session_that_waited(server):
-    """Nothing was missed: the server reads the tail, which stays unverified, and goes on."""
-    options = dataclasses.replace(CHAIN, policy="keep", lengths=(1,), draft_ahead=False)
-    drafter = ToyDrafter()
-    with linked(server.port) as proxy:
-
-        def act(index, answering):
-            rest_until_linked(drafter, answering)
-            if index == 4:
-                proxy.refuse()
-            if len(answering.text.unverified) > 20:
-                proxy.heal()
-
-        found = ask(server_at(proxy.port), options, PROMPT, 200, drafter, act=act)
-    assert found.counts.prompts == 2
-    found.check("keep")
-    assert 20 < sum(found.kept) < 190 and not found.kept[-1]
-
-
-@pytest.mark.parametrize("is_right", [True, False])
-def test_disconnect_again_while_a_long_tail_is_verified(server, monkeypatch, is_right):
-    """A padded reply to a right tail hides the drafter's rows behind it: they are written again.
-
-    Until a reply comes they stand, and no token of the tail is fed twice.
-    """
-    drafter, verify, calls, fed, between = ToyDrafter(), SplitClient._verify_tail, [], [], []
-    chain, last = drafter.chain, 2 if is_right else 5
-
-    def counting(text, known, steps):
-        fed.append(steps)
-        return chain(text, known, steps)
-
-    async def failing(self):
-        calls.append(len(self.text.unverified))
-        if len(calls) == 1:
-            fed.clear()
-        if len(calls) == last + 1:
-            between.extend(fed)
-        if len(calls) == 2 if is_right else len(calls) <= last:
-            raise ConnectionLost("again")
-        await verify(self)
-
-    drafter.chain = counting
-    if is_right:
-        right = lambda text: next_token(list(text))
-        monkeypatch.setattr("tests.split.split_client.guess", right)
-    monkeypatch.setattr(SplitClient, "_verify_tail", failing)
-    with linked(server.port) as proxy:
-
-        def act(index, answering):
-            if index == 4:
-                proxy.refuse()
-            if len(answering.text.unverified) > 100:
-                proxy.heal()
-
-        found = ask(server_at(proxy.port), CHAIN, PROMPT, 300, drafter, act=act)
-    found.check()
-    assert calls[0] > 100 and len(calls) > last
-    assert is_right or all(steps > 1 for steps in between)

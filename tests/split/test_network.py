@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import select
 import socket
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 
-from infer.bench.network import PROFILES, SEGMENT, Lane, Profile, Proxy, in_thread
+from infer.bench.network import PROFILES, Lane, Profile, Proxy, in_thread
 from infer.split.network import main
-from tests.meeting import wait_for
+from tests.meeting import PATIENCE, wait_for
 from tests.split.split_client import nothing_left
-
-PATIENCE_S = 20.0  # nothing here takes as long, unless it hangs
 
 
 @pytest.fixture(autouse=True)
@@ -28,20 +24,18 @@ def clean() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def linked(profile: Profile = PROFILES["loopback"]) -> Iterator[tuple]:
+def linked() -> Iterator[tuple]:
     """A proxy, and the two ends of one connection through it."""
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        listener.settimeout(PATIENCE_S)
-        proxy = stack.enter_context(in_thread(Proxy(*listener.getsockname(), profile)))
-        client = stack.enter_context(dial(proxy))
-        server = stack.enter_context(listener.accept()[0])
-        server.settimeout(PATIENCE_S)
-        yield proxy, client, server, listener
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(PATIENCE)
+        with in_thread(Proxy(*listener.getsockname(), PROFILES["loopback"])) as proxy:
+            with dial(proxy) as client, listener.accept()[0] as server:
+                server.settimeout(PATIENCE)
+                yield proxy, client, server, listener
 
 
 def dial(proxy: Proxy) -> socket.socket:
-    return socket.create_connection((proxy.host, proxy.port), timeout=PATIENCE_S)
+    return socket.create_connection((proxy.host, proxy.port), timeout=PATIENCE)
 
 
 def receive(end: socket.socket, size: int) -> bytes:
@@ -71,10 +65,6 @@ def test_a_lane_keeps_the_order_under_jitter():
     lane = Lane(PROFILES["4g"], 0, "up")
     dues = [lane.due(number * 1e-3, 100) for number in range(500)]
     assert dues == sorted(dues)
-    alone = Lane(PROFILES["4g"], 0, "up")
-    delays = [alone.due(float(number), 0) - number for number in range(4000)]
-    assert min(delays) == 0.0  # a normal law that is cut at 0
-    assert 0.021 < sum(delays) / len(delays) < 0.025
 
 
 def test_a_lane_holds_what_is_lost_for_two_round_trips():
@@ -84,54 +74,7 @@ def test_a_lane_holds_what_is_lost_for_two_round_trips():
     assert sum(delay > 0.02 for delay in delays) == pytest.approx(1000, abs=100)
 
 
-def test_lanes_repeat_with_their_seed():
-    def draws(seed, way):
-        lane = Lane(PROFILES["4g"], seed, way)
-        return [lane.due(float(number), 0) for number in range(9)]
-
-    assert draws(1, "up") == draws(1, "up")
-    assert draws(1, "up") != draws(1, "down")
-    assert draws(1, "up") != draws(2, "up")
-
-
 # The proxy.
-
-
-def test_proxy_carries_and_counts():
-    with linked() as (proxy, client, server, _):
-        sent = os.urandom(5 * SEGMENT + 7)
-        client.sendall(sent)
-        assert receive(server, len(sent)) == sent
-        server.sendall(sent[:99])
-        assert receive(client, 99) == sent[:99]
-        client.shutdown(socket.SHUT_WR)
-        assert server.recv(1) == b""  # one way has ended, the other has not
-        server.sendall(b"still here")
-        assert receive(client, 10) == b"still here"
-        server.close()
-        assert client.recv(1) == b""
-        wait_for(lambda: proxy.carried == {"up": len(sent), "down": 109})
-
-
-def test_proxy_delays_each_way():
-    with linked(Profile("slow", delay_ms=30.0)) as (_, client, server, _):
-        begun = time.monotonic()
-        client.sendall(b"ping")
-        server.sendall(receive(server, 4))
-        assert receive(client, 4) == b"ping"
-        assert time.monotonic() - begun >= 0.06
-
-
-def test_a_sender_waits_for_a_receiver_that_does_not_read():
-    with linked() as (proxy, client, server, _):
-        client.settimeout(1.0)
-        sent = 0
-        with pytest.raises(TimeoutError):
-            while True:
-                sent += client.send(bytes(1 << 16))
-                assert sent < 1 << 26, "64 MiB wait somewhere"
-        assert len(receive(server, sent)) == sent
-        wait_for(lambda: proxy.carried["up"] == sent)
 
 
 def test_cut_is_silent_and_heal_delivers_the_rest():
@@ -152,28 +95,6 @@ def test_cut_is_silent_and_heal_delivers_the_rest():
             assert receive(client, 7) == b"unheard"
             listener.accept()[0].close()
             assert late.recv(1) == b""
-
-
-def test_refuse_closes_and_heal_listens_at_the_same_port():
-    with linked() as (proxy, client, server, listener):
-        proxy.refuse()
-        assert client.recv(1) == b""
-        assert server.recv(1) == b""
-        with pytest.raises(ConnectionRefusedError):
-            dial(proxy)
-        proxy.refuse()  # twice is as good
-        proxy.heal()
-        with dial(proxy) as again, listener.accept()[0] as end:
-            again.sendall(b"again")
-            assert receive(end, 5) == b"again"
-
-
-def test_a_target_that_is_not_there_resets():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
-    with in_thread(Proxy(*address)) as proxy, pytest.raises(ConnectionResetError):
-        with dial(proxy) as client:  # the reset may come before it returns
-            client.recv(1)
 
 
 def test_proxy_by_hand(monkeypatch, capsys):

@@ -7,27 +7,19 @@ from statistics import median
 
 import pytest
 
-from infer.split_client.pace import DraftPace, NextDraft
-from moa_jax.speculation.acceptance import PRIOR
+from infer.split_client.pace import DraftPace
 
 LENGTHS = [1, 2, 3, 4, 6, 8]
 
 
-def seen(
-    reply_s: float, token_s: float, rate: float, rounds: int = 200, seed: int = 0, **options
-) -> DraftPace:
+def seen(reply_s: float, token_s: float, rate: float, rounds: int = 200) -> DraftPace:
     """A pace that saw rounds of 8 drafts, each right with this probability."""
-    chance, pace = random.Random(seed), DraftPace(LENGTHS)
+    chance, pace = random.Random(0), DraftPace(LENGTHS)
     for _ in range(rounds):
         accepted = next((k for k in range(8) if chance.random() >= rate), 8)
         pace.saw_draft(8 * token_s, 8)
-        pace.saw_reply(reply_s, 8, accepted, **({"ahead": False} | options))
+        pace.saw_reply(reply_s, 8, accepted, ahead=False)
     return pace
-
-
-def test_pace_starts_with_the_longest_and_asks_for_nothing_else():
-    assert DraftPace([3, 1, 2]).choose() == NextDraft(3, False)
-    assert DraftPace([4]).choose(2) == NextDraft(4, False)
 
 
 def test_pace_learns_how_often_drafts_are_right():
@@ -35,51 +27,9 @@ def test_pace_learns_how_often_drafts_are_right():
         pace = seen(0.05, 0.001, rate, rounds=2000)
         truth = sum(rate**k for k in range(5))
         assert pace.committed(4) == pytest.approx(truth, rel=0.35)
-    assert DraftPace(LENGTHS).committed(2) == pytest.approx(1 + PRIOR + PRIOR**2)
 
 
-def test_pace_forgets_what_was():
-    pace = seen(0.05, 0.005, 0.95)
-    for _ in range(200):
-        pace.saw_reply(0.05, 8, 0, ahead=False)
-    assert pace.choose().steps == 1
-    for _ in range(100):
-        pace.saw_reply(3.0, 1, 1, ahead=False)
-        pace.saw_draft(0.001, 1)
-    assert pace.choose().steps > 1  # the network is what takes its time now
-
-
-def test_pace_is_not_impressed_by_one_delay():
-    """The first draft compiles its program; a machine pauses now and then."""
-    steady, jolted = seen(0.03, 0.005, 0.8), DraftPace(LENGTHS)
-    jolted.saw_draft(20.0, 1)
-    jolted.saw_reply(30.0, 8, 4, ahead=False)
-    chance = random.Random(0)
-    for _ in range(12):
-        jolted.saw_draft(0.04, 8)
-        jolted.saw_reply(0.03, 8, chance.choice([3, 4, 5]), ahead=False)
-    assert median(jolted.token_s) == pytest.approx(median(steady.token_s))
-    assert median(jolted.reply_s) == pytest.approx(median(steady.reply_s))
-
-
-def test_pace_takes_what_was_drafted_ahead_as_long_as_that_is_worth_it():
-    pace = seen(0.05, 0.02, 0.8)
-    assert pace.choose(4) == NextDraft(4, True)
-    assert pace.choose(50) == NextDraft(8, True)
-    assert not pace.choose(0).ahead
-    for _ in range(100):
-        pace.saw_reply(0.05, 4, 0, ahead=True)
-        pace.saw_draft(0.0001, 1)
-    assert not pace.choose(4).ahead  # drafting anew is cheap, and right
-
-
-def test_pace_drafts_ahead_where_that_is_done_before_the_reply():
-    assert DraftPace(LENGTHS).has_time(50)  # nothing is known yet
-    pace = seen(0.05, 0.02, 0.8)
-    assert [pace.has_time(tokens) for tokens in (1, 2, 3)] == [True, True, False]
-
-
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(8))
 def test_pace_choice_is_the_best_by_its_own_law(seed):
     chance = random.Random(seed)
     pace = DraftPace(sorted(chance.sample(range(1, 20), chance.randrange(1, 7))))

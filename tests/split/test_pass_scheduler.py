@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from infer.split_server.pass_scheduler import (
-    MOST_CHUNKS,
     DecodePass,
     PassScheduler,
     PrefillChunk,
     PromptPicker,
-    chunks_between,
 )
-
-
-@pytest.mark.parametrize(
-    ("prompts", "answers", "chunks"),
-    [(0, 0, 1), (1, 0, 1), (3, 0, 3), (9, 0, MOST_CHUNKS), (1, 8, 1), (9, 8, 1), (16, 8, 2)],
-)
-def test_more_chunks_where_more_prompts_wait_than_answers_go_on(prompts, answers, chunks):
-    assert chunks_between(prompts, answers) == chunks
 
 
 def read_all(chunks_of: dict[str, int], coming: dict[int, tuple[str, int]]) -> str:
@@ -40,28 +28,9 @@ def test_short_prompts_pass_by_a_long_one_that_still_gets_every_other_chunk():
     assert read_all({"A": 5}, {1: ("B", 1), 3: ("C", 1)}) == "AABACAA"
 
 
-def test_prompts_of_one_length_are_read_one_after_the_other():
-    """Side by side all of them would end late."""
-    assert read_all({"A": 2, "B": 2, "C": 2}, {}) == "AABBCC"
-
-
 def test_a_stream_of_short_prompts_starves_nobody():
     coming = {turn: (chr(ord("a") + turn), 1) for turn in range(20)}
     assert read_all({"A": 6}, coming)[:10] == "AaAbAcAdAA"
-
-
-@pytest.mark.parametrize("before", [0, 1])
-def test_the_oldest_has_its_turn_though_others_are_read_to_their_end_between(before):
-    """With one free slot, only the first chunk of a prompt is a choice between prompts."""
-    picker, left = PromptPicker(), {"A": 9} | {name: 2 for name in "BCDEF"}
-    for _ in range(before):
-        picker.next("BA", left.__getitem__)
-    begun = ""
-    while left:
-        begun += (name := picker.next(list(left), left.__getitem__))
-        for _ in range(left.pop(name) - 1):
-            assert picker.next([name], lambda _: 1) == name
-    assert "A" in begun[:2]
 
 
 # ---- steps --------------------------------------------------------------------------------
@@ -101,12 +70,6 @@ def test_a_step_is_a_chunk_and_then_a_pass():
     driver = Driver({"A": 40}, {"x": 1, "y": 1})
     assert [driver.step() for _ in range(4)] == [["A", "xy"]] * 3 + [["xy"]]
     assert Driver({}, {}).step() == [] and Driver({"A": 40}, {}).step() == ["A"]
-
-
-def test_short_chunks_take_the_place_of_a_long_one():
-    """But not more than four: a device that waits for weights needs as long for each of them."""
-    many = {name: 2 for name in "ABCDEF"}
-    assert Driver(many, {name: 1 for name in "uvwxyz"}).step() == [*"ABCD", "uvw"]
 
 
 def test_a_wide_row_has_a_pass_of_its_own():

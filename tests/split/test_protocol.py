@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tracemalloc
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -24,6 +24,7 @@ LIMITS = protocol.MessageLimits(
 SECRET = "s3cret"
 SEED = 3  # of EXAMPLES; one whose protocol.Committed has more parts to come
 CODECS = ("float32", "bfloat16", "int8")
+NAN = float("nan")
 
 
 def random_messages(seed: int) -> list[Any]:
@@ -83,56 +84,13 @@ def refused(data: Any, message: type) -> str:
     return said
 
 
-def test_every_kind_has_an_example():
-    assert [type(example) for example in EXAMPLES] == [
-        *protocol.UP.values(),
-        *protocol.DOWN.values(),
-    ]
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_messages_come_back(seed):
-    for message in random_messages(seed):
+    messages = random_messages(seed)
+    assert [type(message) for message in messages] == list((protocol.UP | protocol.DOWN).values())
+    for message in messages:
         again = decode(encode(message), type(message))
         assert again == message and type(again) is type(message)
-
-
-def test_sampling_travels_whole():
-    penalties = {"presence_penalty": -0.5, "frequency_penalty": 1.5}
-    sampling = Sampling(0.7, 40, 0.9, 0.01, 1.1, **penalties, seed=(1 << 32) - 1)
-    message = dataclasses.replace(of(protocol.Open), sampling=sampling_fields(sampling))
-    assert Sampling(**decode(encode(message), protocol.Open).sampling) == sampling
-    whole = dataclasses.replace(
-        of(protocol.Open), sampling=sampling_fields(Sampling()) | {"temperature": 1}
-    )
-    assert type(decode(encode(whole), protocol.Open).sampling["temperature"]) is float
-    message = protocol.Read(7, np.arange(3))
-    assert decode(encode(message), protocol.Read) == protocol.Read(7, [0, 1, 2])
-    assert "logit_bias" in refusal(sampling_fields, Sampling(logit_bias=((1, 2.0),)))
-
-
-# One value of each sort that msgpack knows. What a field takes of these stands below.
-SORTS = {
-    "nil": None,
-    "true": True,
-    "negative": -7,
-    "huge": 1 << 63,
-    "float": 1.5,
-    "nan": float("nan"),
-    "control": f"{SECRET}\x1b[2J",
-    "lines": f"one\n{SECRET}",
-    "long text": SECRET * 20,
-    "binary": SECRET.encode()[:5],
-    "no list": [],
-    "list": [1, 2],
-    "list of texts": [SECRET],
-    "map": {"a": 1},
-    "deep map": {"a": {"b": {}}},
-    "ext": msgpack.ExtType(5, b""),
-    "timestamp": msgpack.Timestamp(1),
-}
-FLAGS = ("compress", "root_given", "more", "fatal")
-TAKES = dict.fromkeys(FLAGS, "true") | {"rows": "binary", "pairing": "map"}
 
 
 def ints(*numbers: int, dtype: str = "<i4") -> bytes:
@@ -143,137 +101,71 @@ def with_sampling(**changes: Any) -> dict[str, Any]:
     return of(protocol.Open).sampling | changes
 
 
-NO_NUMBERS = (None, True, float("nan"), float("inf"), -3, -2.5, SECRET, 1 << 63)
-BROKEN: list[tuple[type, str, list[Any]]] = [
+LINES = f"one\n{SECRET}"
+MALFORMED: list[tuple[type, str, list[Any]]] = [  # values that a field refuses
+    (protocol.Hello, "software", [None, 7, "a" * 81, LINES, f"{SECRET}\x1b[2J", b"a"]),
     (protocol.Hello, "codec", ["float16", SECRET]),
-    (protocol.Hello, "compress", [1]),
-    (protocol.Hello, "pairing", [{"a": value} for value in (True, 1.5, f"{SECRET}\n")]),
-    (protocol.Hello, "pairing", [{key: 1} for key in (f"{SECRET} {SECRET}", SECRET.encode())]),
-    (protocol.Hello, "pairing", [{f"a{k}": k for k in range(33)}]),
-    (protocol.Open, "seq", [1 << 31]),
+    (protocol.Hello, "pairing", [[], {"a": {}}, {"a": True}, {"a": LINES}, {f"{SECRET} b": 1}]),
+    (protocol.Open, "seq", [1 << 31, -1, 1.0, "0", True, msgpack.Timestamp(1)]),
     (protocol.Open, "tokens", [b"", ints(-1), ints(5, 99), ints(*range(65)), ints(1)[:3], [1, 2]]),
-    (protocol.Open, "prompt_length", [0, 65]),
-    (protocol.Open, "root_given", [0]),
-    (protocol.Open, "known", [64, -1]),
-    (protocol.Open, "total", [65, 0, True]),
     (protocol.Open, "stop_ids", [ints(1, 2, 3, 4), ints(99)]),
-    (protocol.Open, "sampling", [{}, with_sampling(logit_bias=0)]),
-    (protocol.Open, "sampling", [{k: v for k, v in with_sampling().items() if k != "seed"}]),
-    *(
-        (protocol.Open, "sampling", [with_sampling(**{name: value}) for value in NO_NUMBERS])
-        for name in with_sampling()
-    ),
-    (protocol.Open, "sampling", [with_sampling(top_k=value) for value in (1.0, 1 << 31)]),
+    (protocol.Open, "sampling", [{}, with_sampling(logit_bias=0), with_sampling(top_k=1.0)]),
     (protocol.Open, "sampling", [with_sampling(top_p=0), with_sampling(seed=1 << 32)]),
-    (protocol.Resume, "session", ["0" * 31, "0" * 33, "A" * 32, "0" * 32 + "\n", b"0" * 32]),
-    (protocol.Resume, "seq", [-2]),
+    (protocol.Open, "sampling", [with_sampling(**{name: NAN}) for name in with_sampling()]),
+    (protocol.Resume, "session", ["0" * 31, "A" * 32, "0" * 32 + "\n", b"0" * 32]),
     (protocol.Resume, "known", [-1, LIMITS.max_tokens + 1]),
     (protocol.Verify, "tokens", [ints(*range(10))]),
-    (protocol.Verify, "parents", [ints(9, dtype="<u2"), b"\0"]),
-    (protocol.Read, "tokens", [b""]),
-    (protocol.Read, "seq", ["0"]),
-    (protocol.Stream, "seq", [-1]),
+    (protocol.Verify, "parents", [ints(9, dtype="<u2"), b"\0", ints(1, 0, 0, dtype="<u2")]),
     (protocol.Welcome, "chunk", [0, 17]),
-    (protocol.Welcome, "max_tokens", [0]),
-    (protocol.Welcome, "max_prompt", [0]),
-    (protocol.Opened, "session", [SECRET]),
     (protocol.Committed, "start", [65]),
-    (protocol.Committed, "count", [17]),
     (protocol.Committed, "done", ["eos"]),
-    (protocol.Committed, "rows", [SECRET]),
-    (protocol.Committed, "tokens", [ints(-1)]),
-    (protocol.Resumed, "seq", [-2]),
     (protocol.Fault, "code", [SECRET, ""]),
-    (protocol.Fault, "text", ["a" * 81, "\u202eabc"]),
-    (protocol.Fault, "fatal", [0]),
+    (protocol.Fault, "text", ["\u202eabc"]),
 ]
 
 
-@pytest.mark.parametrize("message", [type(m) for m in EXAMPLES], ids=lambda m: m.__name__)
-def test_fields_of_another_sort_are_refused(message):
-    fields = raw_fields(of(message))
-    for name in protocol.FORMS[message]:
-        for sort, value in SORTS.items():
-            data = raw(message, fields | {name: value})
-            if sort == TAKES.get(name):
-                decode(data, message)
-            else:
-                said = refused(data, message)
-                # What msgpack refuses has no field yet; what it reads has one.
-                assert said.startswith((f"{message.__name__}.{name} ", f"{message.__name__} is no"))
-
-
-@pytest.mark.parametrize("message, name, values", BROKEN)
-def test_fields_out_of_range_are_refused(message, name, values):
+@pytest.mark.parametrize("message, name, values", MALFORMED)
+def test_malformed_fields_are_refused_by_their_names(message, name, values):
     for value in values:
         said = refused(raw(message, raw_fields(of(message)) | {name: value}), message)
+        # What msgpack refuses has no field yet.
         assert said.startswith((f"{message.__name__}.{name} ", f"{message.__name__} is no")), value
 
 
 def test_fields_that_contradict_each_other_are_refused():
     fields = raw_fields(of(protocol.Open)) | {"tokens": ints(1, 2, 3)}
     decode(raw(protocol.Open, fields | {"known": 3, "total": 3}), protocol.Open)
-    assert "Open.prompt_length" in refused(
-        raw(protocol.Open, fields | {"prompt_length": 4}), protocol.Open
-    )
-    assert "Open.known" in refused(raw(protocol.Open, fields | {"known": 4}), protocol.Open)
-    assert "Open.total" in refused(raw(protocol.Open, fields | {"total": 2}), protocol.Open)
-    for parents in ([0, 1], [0, 1, 2, 0], [0, 2, 0], [1, 0, 0], [0, 1, 3]):
+    for name, value in {"prompt_length": 4, "known": 4, "total": 2}.items():
+        said = refused(raw(protocol.Open, fields | {name: value}), protocol.Open)
+        assert f"Open.{name}" in said
+    for parents in ([0, 1], [0, 1, 2, 0], [0, 2, 0]):
         broken = {"seq": 1, "tokens": ints(5, 6, 7), "parents": ints(*parents, dtype="<u2")}
         assert "Verify.parents" in refused(raw(protocol.Verify, broken), protocol.Verify)
-    decode(raw(protocol.Verify, broken | {"parents": ints(0, 1, 2, dtype="<u2")}), protocol.Verify)
-    fields = raw_fields(of(protocol.Committed)) | {"more": True, "done": ""}
-    for tokens in (b"", ints(1)):  # those of a stream come part by part
-        decode(raw(protocol.Committed, fields | {"tokens": tokens}), protocol.Committed)
-    assert "Committed.more" in refused(
-        raw(protocol.Committed, fields | {"done": "stop"}), protocol.Committed
-    )
+    fields = raw_fields(of(protocol.Committed)) | {"more": True, "done": "stop"}
+    assert "Committed.more" in refused(raw(protocol.Committed, fields), protocol.Committed)
 
 
 @pytest.mark.parametrize("message", [type(m) for m in EXAMPLES], ids=lambda m: m.__name__)
-def test_just_the_known_fields_may_come(message):
+def test_malformed_frames_are_refused(message):
+    """Of other fields, in the wrong direction, of another version, and of no form at all."""
     fields = raw_fields(of(message))
     for name in fields:
         less = {k: v for k, v in fields.items() if k != name}
         assert refused(raw(message, less), message) == f"{message.__name__}.{name} is missing"
     assert "does not know" in refused(raw(message, fields | {SECRET: 1}), message)
-    body = msgpack.packb(fields)
+    head, body = raw(message, {})[:2], msgpack.packb(fields)
     for name, value in fields.items():
         twice = bytes((body[0] + 1,)) + body[1:] + msgpack.packb(name) + msgpack.packb(value)
-        assert "msgpack map" in refused(raw(message, {})[:2] + twice, message)
+        assert "msgpack map" in refused(head + twice, message)
     for broken in (b"", b"\xc0", msgpack.packb([1]), body + b"\0", body[:-1]):
-        assert "msgpack map" in refused(raw(message, {})[:2] + broken, message)
-
-
-def test_each_side_reads_the_other_side_only():
-    for message in EXAMPLES:
-        wrong_way = decode_down if type(message) in protocol.UP.values() else decode_up
-        assert "none of" in refusal(wrong_way, encode(message), LIMITS)
-    for kind in set(range(256)) - protocol.UP.keys():
-        assert "none of Hello, Open" in refusal(
-            decode_up, bytes((protocol.VERSION, kind, 0x80)), LIMITS
-        )
-
-
-def test_another_version_is_told_from_a_broken_message():
+        assert "msgpack map" in refused(head + broken, message)
+    wrong_way = decode_down if message in protocol.UP.values() else decode_up
+    assert "none of" in refusal(wrong_way, head + body, LIMITS)
     for version in (0, protocol.VERSION - 1, protocol.VERSION + 1, 255):
-        with pytest.raises(
-            protocol.WrongVersion, match=rf"version {version}, .* version {protocol.VERSION};"
-        ) as error:
-            decode_up(bytes((version,)) + encode(protocol.Close())[1:], LIMITS)
-        assert error.value.theirs == version
-
-
-@pytest.mark.parametrize("data", [b"", bytes((protocol.VERSION,)), "text", None])
-def test_what_is_no_message_at_all(data):
-    refused(data, protocol.Close)
-
-
-def test_an_oversized_message_is_refused_before_it_is_read(monkeypatch):
-    big = dataclasses.replace(of(protocol.Committed), rows=bytes(LIMITS.max_bytes))
-    monkeypatch.setattr(msgpack, "unpackb", lambda *_, **__: pytest.fail("was read"))
-    assert "at most 9000" in refused(encode(big), protocol.Committed)
-    assert "at most 9000" in refused(b"\xff" * 9001, protocol.Committed)
+        assert f"version {version}," in refused(bytes((version,)) + head[1:] + body, message)
+    assert "at most 9000" in refused(head + bytes(LIMITS.max_bytes), message)
+    for nothing in (b"", head[:1], "text", None):
+        refused(nothing, message)
 
 
 # Rows. The first is what a drafter for an 8B target sends for each token: keys and values of
@@ -325,22 +217,13 @@ def test_rows_come_back_as_exactly_as_their_codec_can(specs, codec, compress):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_rows_with_odd_numbers(codec):
-    largest, least = np.finfo(np.float32).max, np.finfo(np.float32).smallest_subnormal
-    row = np.array(
-        [
-            [0, 0, 0, 0],
-            [0, -0.0, least, -least],
-            [np.inf, -np.inf, largest, -largest],
-            [np.nan, 1, -1, 0.5],
-        ],
-        np.float32,
-    )
-    spec = [LeafSpec((4,), np.float32)]
-    (back,) = unpack(pack([row], codec, False), 4, spec, codec, False)
-    assert np.isfinite(back).all()
-    assert not back[0].any() and np.abs(back[1]).max() <= least
-    np.testing.assert_allclose(back[2], rows.LARGEST * np.array([1, -1, 1, -1]), rtol=1e-6)
-    np.testing.assert_allclose(back[3], [0, 1, -1, 0.5], atol=0.5 / 127)
+    largest = np.finfo(np.float32).max
+    row = np.array([[0, -0.0, 0], [np.inf, -np.inf, largest], [np.nan, 1, -1]], np.float32)
+    spec = [LeafSpec((3,), np.float32)]
+    (back,) = unpack(pack([row], codec, False), 3, spec, codec, False)
+    assert not back[0].any()
+    np.testing.assert_allclose(back[1], rows.LARGEST * np.array([1, -1, 1]), rtol=1e-6)
+    np.testing.assert_allclose(back[2], [0, 1, -1], atol=0.5 / 127)
 
 
 @pytest.mark.parametrize("specs, codec, compress", ALL_WAYS)
@@ -349,11 +232,8 @@ def test_rows_of_another_length_are_refused(specs, codec, compress):
     for wrong in (b"", data[:-1], data + b"\0", data[:8], data[4:], data * 2):
         if wrong != data:
             refusal(unpack, wrong, 7, specs, codec, compress)
-    if specs:
-        for count in (0, 6, 8, 1 << 30):
-            refusal(unpack, data, count, specs, codec, compress)
-        for other in (specs[:1], [*specs, specs[0]]):
-            refusal(unpack, data, 7, other, codec, compress)
+    for count in (0, 6, 8, 1 << 30) if specs else ():
+        refusal(unpack, data, count, specs, codec, compress)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -385,26 +265,20 @@ def test_a_decompression_bomb_never_goes_off():
 
 def test_headers_that_promise_much_allocate_little():
     """Containers in containers, each of them said to hold all that the limits allow."""
-    limits = protocol.MessageLimits(
-        max_tokens=1 << 20, max_nodes=64, max_rows=128, max_bytes=1 << 20
-    )
-    for header in (b"\xdd\x00\x01\x00\x00", b"\xdf\x00\x00\x00\x20\xa1a", b"\xde\x00\x01\xa1a"):
+    limits = dataclasses.replace(LIMITS, max_bytes=1 << 20)
+    for header in (b"\xdd\x00\x01\x00\x00", b"\xdf\x00\x00\x00\x20\xa1a", b"\xc6\xff\xff\xff\xff"):
         body = header * (limits.max_bytes // len(header) - 2)
         for prefix in (b"", b"\x81\xa8sampling", b"\x81\xa6tokens"):
             data = encode(of(protocol.Open))[:2] + prefix + body
             assert peak_bytes(refusal, decode_up, data, limits) < 1 << 20
-    for header in (b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x01"):
-        data = encode(of(protocol.Open))[:2] + b"\x81\xa6tokens" + header
-        assert peak_bytes(refusal, decode_up, data, limits) < 1 << 14
 
 
 # ---- hostile bytes ------------------------------------------------------------------------
 
-TRIALS = 2000
+TRIALS = 1000
 PARTS = [  # of msgpack: heads of each sort, often with more promised than there is
     *(bytes((head,)) for head in b"\xc0\xc1\xc2\xc3\x80\x81\x8f\x90\x9f\xa1\xff"),
-    *(bytes((head,)) + b"\xff" * 4 for head in range(0xC4, 0xE0)),
-    *(bytes((head,)) + b"\0\0\0\1" for head in range(0xC4, 0xE0)),
+    *(bytes((head,)) + size for head in range(0xC4, 0xE0) for size in (b"\xff" * 4, b"\0\0\0\1")),
 ]
 
 
@@ -416,24 +290,10 @@ def flipped(data: bytes, rng: np.random.Generator) -> bytes:
     return found.tobytes()
 
 
-def cut(data: bytes, rng: np.random.Generator) -> bytes:
-    return data[: rng.integers(len(data))]
-
-
 def overwritten(data: bytes, rng: np.random.Generator) -> bytes:
     """Noise in the place of a piece, or between two bytes."""
     start, length = rng.integers(len(data)), rng.integers(8)
     return data[:start] + rng.bytes(rng.integers(1, 9)) + data[start + length :]
-
-
-def spliced(data: bytes, rng: np.random.Generator) -> bytes:
-    """The head of a message and the tail of itself: pieces left out or sent twice."""
-    first, second = rng.integers(len(data), size=2)
-    return data[:first] + data[second:]
-
-
-def noise(data: bytes, rng: np.random.Generator) -> bytes:
-    return rng.bytes(rng.integers(64))
 
 
 def nested(data: bytes, rng: np.random.Generator) -> bytes:
@@ -441,50 +301,19 @@ def nested(data: bytes, rng: np.random.Generator) -> bytes:
     return data[:2] + b"".join(PARTS[k] for k in rng.integers(len(PARTS), size=rng.integers(40)))
 
 
-def hostile(valid: list[bytes], mutate: Callable[..., bytes]) -> Iterator[bytes]:
-    rng = np.random.default_rng(7)
-    for trial in range(TRIALS):
-        yield mutate(valid[trial % len(valid)], rng)
-
-
-def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a call returns; None where it refuses with one line that shows nothing of its input."""
-    try:
-        return function(*arguments)
-    except BadMessage as error:
-        said = str(error)
-        assert said and said.isprintable() and len(said) < 250 and SECRET not in said
-        return None
-
-
-MUTATIONS = (flipped, cut, overwritten, spliced, noise, nested)
-
-
-@pytest.mark.parametrize("mutate", MUTATIONS)
+@pytest.mark.parametrize("mutate", [flipped, overwritten, nested])
 def test_hostile_messages_are_read_or_refused(mutate):
+    """A refusal shows nothing of its input; what is read is a message that comes back."""
     valid = [encode(message) for seed in range(20) for message in random_messages(seed)]
-    refused = 0
-    for data in hostile(valid, mutate):
-        for decode, kinds in ((decode_up, protocol.UP), (decode_down, protocol.DOWN)):
-            message = outcome(decode, data, LIMITS)
-            refused += message is None
-            if message is not None:  # then it is a right one: it survives another journey
-                assert type(message) in kinds.values()
+    rng, refused = np.random.default_rng(7), 0
+    for trial in range(TRIALS):
+        data = mutate(valid[trial % len(valid)], rng)
+        for decode in (decode_up, decode_down):
+            try:
+                message = decode(data, LIMITS)
                 assert decode(encode(message), LIMITS) == message
+            except BadMessage as error:
+                refused += 1
+                said = str(error)
+                assert said and said.isprintable() and len(said) < 250 and SECRET not in said
     assert refused > TRIALS  # at least every second: each message is of one direction
-
-
-@pytest.mark.parametrize("compress", [False, True])
-@pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8"])
-def test_hostile_rows_are_finite_or_refused(codec, compress):
-    valid = [
-        pack(random_rows(SPECS["uneven"], count, seed=count), codec, compress)
-        for count in range(1, 9)
-    ]
-    rng = np.random.default_rng(3)
-    for mutate in MUTATIONS[:-1]:
-        for data in list(hostile(valid, mutate))[: TRIALS // 5]:
-            count = int(rng.integers(10))
-            found = outcome(unpack, data, count, SPECS["uneven"], codec, compress)
-            for spec, row in zip(SPECS["uneven"], found or (), strict=found is not None):
-                assert row.shape == (count, *spec.shape) and np.isfinite(row).all()

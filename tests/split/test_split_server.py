@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import threading
-import time
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -22,20 +21,13 @@ from tests.split.split_server import (
     PATIENCE,
     Client,
     ToySlots,
-    next_token,
     opening,
     plain,
     running,
 )
 
 PROMPT = list(range(1, 21))
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running() as found:
-        yield found
-        assert found.metric("split_failures_total") == 0
+PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def ended(client: Client) -> protocol.Fault | None:
@@ -61,18 +53,10 @@ def test_split_stream_comes_token_by_token_and_again_after_a_lost_link(server):
         parts = client.reply()
         assert sum((part.tokens for part in parts), []) == plain(PROMPT, 20)[1:]
         assert len(parts) == 19 and parts[-1].done == "length"
-    with Client(server) as back:
-        assert back.resume(client.session, 0) == protocol.Resumed(1)
-        assert back.reply() == parts
-    for known in (len(PROMPT), len(PROMPT) + 7):  # earlier clients give the prompt's length
+    for known in (0, 7, 100):  # tokens of the answer that came; the last part always comes
         with Client(server) as back:
-            assert back.resume(client.session, 0, known) == protocol.Resumed(1)
-            assert back.reply() == parts[known - len(PROMPT) :]
-    with Client(server) as back:
-        back.send(protocol.Resume(client.session, 0, known + 100))  # the last part always comes
-        assert back.receive() == protocol.Resumed(1)
-        assert back.reply() == parts[-1:]
-        back.send(protocol.Close())
+            assert back.resume(client.session, 0, len(PROMPT) + known) == protocol.Resumed(1)
+            assert back.reply() == (parts[known:] or parts[-1:])
 
 
 def test_split_resume_takes_a_session_from_a_half_open_connection(server):
@@ -86,16 +70,11 @@ def test_split_resume_takes_a_session_from_a_half_open_connection(server):
 def test_split_resume_in_another_codec_or_of_a_stranger_is_gone(server):
     with Client(server) as client:
         client.open(PROMPT)
-        session = client.session
-    with Client(server, codec="int8") as client:
-        for name in (session, "0" * 32):
-            client.send(protocol.Resume(name, 0))
-            fault = client.receive()
+    with Client(server, codec="int8") as other:
+        for name in (client.session, "0" * 32):
+            fault = other.resume(name, 0)
             assert (fault.code, fault.fatal) == ("gone", False)
-        assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)  # the connection goes on
-
-
-TOKEN = ConnectionLimits(token="right")
+        assert other.open(PROMPT)[-1].tokens == plain(PROMPT, 1)  # the connection goes on
 
 
 def status(server, **headers) -> int:
@@ -105,114 +84,68 @@ def status(server, **headers) -> int:
 
 
 def test_split_wrong_token_is_401_before_the_upgrade():
-    with running(limits=TOKEN) as server:
-        for shown in ("wrong", "Bearer wrong", "Bearer right ", "Basic right"):
-            if shown.strip() != "Bearer right":
-                assert status(server, Authorization=shown) == 401
-        assert status(server) == 401
+    with running(limits=ConnectionLimits(token="right")) as server:
+        for shown in ("wrong", "Bearer wrong", "Basic right"):
+            assert status(server, Authorization=shown) == 401
+        assert status(server) == status(server, Origin="http://example.org") == 401
         assert server.get("/metrics").status_code == 401
         assert server.get("/health").json() == {"status": "ok"}
         assert server.get("/metrics", authorization="Bearer right").status_code == 200
-        with Client(server, additional_headers={"Authorization": "Bearer right"}) as client:
+        shown = {"Authorization": "Bearer right", "Origin": "http://example.org"}
+        with Client(server, additional_headers=shown) as client:
             assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)
         assert "right" not in repr(server.events) and "wrong" not in repr(server.events)
 
 
 def test_split_lets_no_web_page_in_without_a_token(server):
     assert status(server, Origin="http://example.org") == 403
-    with running(limits=TOKEN) as asks_for_it:
-        assert status(asks_for_it, Origin="http://example.org") == 401
-        shown = {"Authorization": "Bearer right", "Origin": "http://example.org"}
-        with Client(asks_for_it, additional_headers=shown) as client:
-            assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)
 
 
-HELLO = protocol.encode(protocol.Hello("x", PAIRING, "float32", False))
-
-
-def pairing(**changes) -> bytes:
+def hello(**changes) -> bytes:
     return protocol.encode(protocol.Hello("x", PAIRING | changes, "float32", False))
 
 
-REFUSED = {  # what is said first, the code and a part of the text
-    "version": (b"\x07" + HELLO[1:], "version", "version 7"),
-    "vocabulary": (pairing(vocab_size=96), "pairing", "97 on the server, 96 on the client"),
-    "method": (pairing(method="moa"), "pairing", "toy on the server, moa on the client"),
-    "extra": (pairing(width=3), "pairing", "width: none on the server"),
-    "before_hello": (protocol.encode(protocol.Close()), "state", "Close came before Hello"),
-    "open_before_hello": (protocol.encode(opening([1])), "state", "Open came before Hello"),
-    "nonsense": (bytes((protocol.VERSION, 2)) + b"nonsense", "message", "Open"),
-    "empty": (b"", "message", "empty"),
-    "text": ("hello", "message", "text"),
-    "down": (protocol.encode(protocol.Opened("0" * 32)), "message", "none of"),
+HELLO = hello()
+REFUSED = {  # a message, whether a session is open, the code and a part of the text
+    "version": (b"\x07" + HELLO[1:], False, "version", "version 7"),
+    "vocabulary": (hello(vocab_size=96), False, "pairing", "97 on the server, 96 on the client"),
+    "before_hello": (opening([1]), False, "state", "Open came before Hello"),
+    "malformed": (bytes((protocol.VERSION, 2)) + b"nonsense", False, "message", "Open"),
+    "text": ("hello", False, "message", "text"),
+    "hello_again": (HELLO, True, "state", "twice"),
+    "open_again": (opening([1, 2], seq=5), True, "state", "close that first"),
+    "skipped": (protocol.Verify(3, [], []), True, "state", "2 was expected"),
+    "read_too_much": (protocol.Read(2, [1] * 400), True, "state", "400 at most"),
+    "twins": (protocol.Verify(2, [5, 5], [0, 0]), True, "message", "the same token"),
+    "too_many": (protocol.Verify(2, [1] * 64, list(range(64))), True, "message", "tokens"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_split_protocol_refuses_a_first_message(server, name):
-    message, code, text = REFUSED[name]
-    with Client(server, hello=False) as client:
+def test_split_protocol_refusals_end_the_connection_and_keep_the_session(server, name):
+    message, is_open, code, text = REFUSED[name]
+    with Client(server, hello=is_open) as client:
+        if is_open:
+            client.open(PROMPT)
+            client.draft(1)
         client.send(message)
         fault = ended(client)
         assert (fault.code, fault.fatal) == (code, True) and text in fault.text
+    if is_open:
+        with Client(server) as back:
+            assert back.resume(client.session, 1) == protocol.Resumed(1)
+            assert back.draft(2).seq == 2
+            back.send(protocol.Close())
 
 
-WRONG = {  # what is said in a session, and the code
-    "hello_again": (HELLO, "state"),
-    "open_again": (opening([1, 2], seq=5), "state"),
-    "resume": (protocol.Resume("0" * 32, 0), "state"),
-    "skipped": (protocol.Verify(3, [], []), "state"),
-    "read_too_much": (protocol.Read(2, [1] * 400), "state"),
-    "outside": (protocol.Verify(2, [97], [0]), "message"),
-    "twins": (protocol.Verify(2, [5, 5], [0, 0]), "message"),
-    "too_many": (protocol.Verify(2, [1] * 64, list(range(64))), "message"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_split_protocol_wrong_states_end_the_connection_and_keep_the_session(server, name):
-    message, code = WRONG[name]
-    with Client(server) as client:
-        client.open(PROMPT)
-        client.draft(1)
-        client.send(message)
-        fault = ended(client)
-        assert (fault.code, fault.fatal) == (code, True)
-        session = client.session
-    with Client(server) as client:
-        assert client.resume(session, 1) == protocol.Resumed(1)
-        assert client.draft(2).seq == 2
-        client.send(protocol.Close())
-
-
-def test_split_requests_that_do_not_fit_leave_the_connection(server):
-    with Client(server) as client:
-        for message in (opening([1] * 600, 600), opening([1], 600), opening([1], 1)):
-            fault = ask(client, message)
-            assert (fault.code, fault.fatal) == ("too_long", False), message
-        assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)
+def test_split_requests_that_do_not_fit_leave_the_connection():
+    too_long = [opening([1] * 600, 600), opening([1], 600), opening([1] * 21)]
     with running(max_prompt=20) as server, Client(server) as client:
-        for message in (opening([1] * 21), opening([1] * 30, prompt_length=21, root_given=True)):
-            fault = ask(client, message)
-            assert (fault.code, fault.fatal) == ("too_long", False) and "of 21 tokens" in fault.text
+        for message in [*too_long, opening([1] * 30, prompt_length=21, root_given=True)]:
+            client.send(message)
+            fault = client.receive()
+            assert (fault.code, fault.fatal) == ("too_long", False), message
         assert client.open(PROMPT + [5] * 9, prompt_length=20, root_given=True)[-1].count
-
-
-def ask(client: Client, message):
-    """The answer to a message; what Opened promises comes after it."""
-    client.send(message)
-    found = client.receive()
-    return client.receive() if isinstance(found, protocol.Opened) else found
-
-
-def test_split_an_opening_that_comes_twice_gets_the_same_bytes(server):
-    with Client(server) as client:
-        replies = []
-        for _ in range(2):
-            client.send(opening(PROMPT))
-            replies.append([client.socket.recv(PATIENCE) for _ in range(4)])
-        assert replies[0] == replies[1]
-        client.send(protocol.Close())
 
 
 def test_split_oversized_messages_and_too_many_clients_are_refused():
@@ -258,107 +191,37 @@ def test_split_slow_reader_loses_its_connection_and_holds_up_nobody():
                 stuck.drop()
 
 
-def test_split_requests_without_reading_wait_and_leave_nothing_behind():
-    slots = ToySlots(chunk=64, width=2000)  # one reply is some 2 MB
-
-    def senders() -> int:
-        names = [task.get_coro().__qualname__ for task in asyncio.all_tasks(server.loop)]
-        return sum("_send_reply" in name for name in names)
-
-    with running(slots, ConnectionLimits(send_seconds=2.0), max_prompt=512) as server:
-        with Client(server, max_queue=1, max_size=None) as client:
-            client.open(PROMPT)
-            text = PROMPT + plain(PROMPT, 1)
-            for seq in range(1, 9):
-                right = plain(text, 31)
-                client.send(protocol.Verify(seq, right[:30], list(range(30))))
-                text += right
-                for _ in range(30):  # from some point on it waits
-                    time.sleep(0 if complete(server, client.session, seq) else 0.01)
-                assert senders() <= 1
-            assert not complete(server, client.session, 8)
-            client.drop()
-        server.wait(lambda: not server.server.connections and not senders())
-        assert not server.named("error") and server.metric("split_failures_total") == 0
-        with Client(server, max_size=None, close_timeout=0.5) as back:  # which does not read all
-            back.send(protocol.Resume(client.session, 0))
-            assert isinstance(back.receive(), protocol.Resumed)
-
-
-def test_split_requests_ahead_of_their_replies_are_answered_in_order(server):
-    with Client(server) as client:
-        text = PROMPT + client.open(PROMPT)[-1].tokens
-        for seq in range(1, 6):
-            client.send(protocol.Verify(seq, [], []))
-            server.wait(lambda seq=seq: complete(server, client.session, seq))
-        for seq in range(1, 6):
-            (verdict,) = client.reply()
-            assert (verdict.seq, verdict.tokens) == (seq, [next_token(text)])
-            text += verdict.tokens
-        client.send(protocol.Close())
-
-
-def complete(server, session: str, seq: int) -> bool:
-    """Whether the reply of that number is made for a session."""
-    reply = server.service._sessions[session].reply
-    return reply.seq == seq and reply.complete
-
-
 def test_split_drain_lets_running_sessions_end_for_a_while():
-    with running() as server:
-        with Client(server) as client, Client(server) as late:
-            client.open(PROMPT)
-            done = server.drain(10)
-            server.wait(lambda: server.service.draining)
-            (fault,) = late.open(PROMPT)
-            assert (fault.code, fault.fatal) == ("draining", False)
-            assert server.get("/health").status_code == 503
-            assert client.draft(1).seq == 1
-            assert not done.done()
-            client.send(protocol.Close())
-            done.result(PATIENCE)
-            assert ended(client).code == "draining"
-    with running() as server, Client(server) as client:
+    with running() as server, Client(server) as client, Client(server) as late:
         client.open(PROMPT)
-        server.drain(0.2).result(PATIENCE)  # the client would never close
+        done = server.drain(10)
+        server.wait(lambda: server.service.draining)
+        assert late.open(PROMPT)[0].code == "draining"
+        assert server.get("/health").status_code == 503
+        assert client.draft(1).seq == 1 and not done.done()
+        client.send(protocol.Close())
+        done.result(PATIENCE)
         assert ended(client).code == "draining"
 
 
-def resident() -> int:
-    """Bytes of memory that this process holds."""
-    pages = Path("/proc/self/statm").read_text().split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
 def hostile_message(random: np.random.Generator) -> bytes | str:
-    """Noise, or a good message with a piece torn out, changed or added."""
-    good = [
-        HELLO,
-        protocol.encode(opening(random.integers(0, 97, 30).tolist())),
-        protocol.encode(protocol.Verify(int(random.integers(3)), [1, 2], [0, 1])),
-        protocol.encode(protocol.Resume("0" * 32, -1)),
-        protocol.encode(protocol.Read(1, [5])),
-        protocol.encode(protocol.Close()),
-    ][random.integers(6)]
+    """Noise, or a good message with a piece torn out or changed."""
+    messages = [opening([1, 2, 3]), protocol.Verify(1, [1, 2], [0, 1]), protocol.Read(1, [5])]
+    good = [HELLO, *map(protocol.encode, messages)][random.integers(4)]
     place = int(random.integers(len(good)))
-    changed = bytes([random.integers(256)])
-    return [
-        random.bytes(random.integers(0, 400)),
-        good[:place],
-        good[:place] + changed + good[place + 1 :],
-        good + random.bytes(3),
-        good,
-        "text",
-        bytes(70_000),
-    ][random.integers(7)]
+    changed = good[:place] + random.bytes(1) + good[place + 1 :]
+    noise = random.bytes(random.integers(0, 400))
+    return [noise, good[:place], changed, good, "text", bytes(70_000)][random.integers(6)]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 def test_split_fuzz_of_a_thousand_messages_leaves_server_memory_and_others_alone():
+    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
     limits = ConnectionLimits(max_message_bytes=60_000, max_clients=8)
     with running(limits=limits, resume_seconds=0.2) as server, Client(server) as other:
-        random = np.random.default_rng(7)
+        random, text = np.random.default_rng(7), list(other.open(PROMPT)[-1].tokens)
+        seqs = itertools.count(1)
 
         def attack(count: int) -> None:
             sent = 0
@@ -370,11 +233,8 @@ def test_split_fuzz_of_a_thousand_messages_leaves_server_memory_and_others_alone
                             client.send(hostile_message(random))
                     client.drop()
                 if sent % 7 == 0:
-                    seq = int(other_seq[0]) + 1
-                    other_seq[0] = seq
-                    text.extend(other.draft(seq).tokens)
+                    text.extend(other.draft(next(seqs)).tokens)
 
-        text, other_seq = list(other.open(PROMPT)[-1].tokens), [0]
         attack(200)
         before, threads = resident(), threading.active_count()
         attack(1000)
@@ -388,46 +248,21 @@ def test_split_fuzz_of_a_thousand_messages_leaves_server_memory_and_others_alone
         assert len(asyncio.all_tasks(server.loop)) < 16
 
 
-def test_split_messages_that_come_too_fast_wait():
-    with running(limits=ConnectionLimits(max_requests_per_second=20)) as server:
-        with Client(server) as client:
-            client.open(PROMPT)
-            client.draft(1)
-            began = time.monotonic()
-            for _ in range(30):  # asks again for what was made
-                client.send(protocol.Verify(1, [], []))
-            for _ in range(5):
-                client.receive()
-            server.wait(lambda: server.metric("split_bytes_up_total") > 0)
-            with Client(server) as other:
-                assert other.answer([4], 4)[:4] == plain([4], 4)
-            client.send(protocol.Verify(2, [], []))
-            while client.receive().seq != 2:
-                pass
-            assert time.monotonic() - began > 0.4
-
-
 def test_split_metrics_count_as_vllm_does():
     with running() as server, Client(server) as client:
         root = client.open(PROMPT)[-1].tokens
         right = plain(PROMPT + root, 3)
         client.draft(1, [right[0], right[1], (right[2] + 1) % 97])
-        client.draft(2, [(plain(PROMPT, 5)[4] + 1) % 97])
-        client.draft(3)  # a plain step
+        client.draft(2)  # a plain step
         client.send(protocol.Close())
         client.open(PROMPT + [5], prompt_length=20, root_given=True)  # its root was picked before
         text = server.get("/metrics").text
         for line in (
-            "generated_tokens_total 6.0",
-            "spec_decode_num_drafts_total 2.0",
-            "spec_decode_num_draft_tokens_total 4.0",
+            "generated_tokens_total 5.0",
+            "spec_decode_num_draft_tokens_total 3.0",
             "spec_decode_num_accepted_tokens_total 2.0",
-            'spec_decode_num_accepted_tokens_per_pos_total{position="0"} 1.0',
-            'spec_decode_num_accepted_tokens_per_pos_total{position="1"} 1.0',
-            "split_sessions 1.0",
             "split_slots_in_use 1.0",
-            "split_batch_size_count 3.0",
-            "split_verify_seconds_count 3.0",
+            "split_batch_size_count 2.0",
         ):
             assert line in text, line
         assert server.metric("split_bytes_down_total") > server.metric("split_bytes_up_total") > 0
@@ -448,4 +283,3 @@ def test_split_events_hold_counts_and_never_tokens(server):
 def test_health_of_plain_http(server):
     assert server.get("/health").json() == {"status": "ok"}
     assert server.get("/").status_code == 404
-    assert httpx.post(f"http://127.0.0.1:{server.port}/health").status_code == 405

@@ -14,7 +14,7 @@ from infer.split_server.metrics import ServerMetrics
 from infer.split_server.service import Service
 from infer.split_server.sessions import Encoding, Refused, ReplyBuffer, ServerLimits, SplitSession
 from moa_jax.split import protocol
-from tests.split.split_server import LIMITS, PATIENCE, Steps, ToySlots, next_token, opening, plain
+from tests.split.split_server import LIMITS, PATIENCE, ToySlots, next_token, opening, plain
 
 AS_IS = Encoding("float32", False)
 
@@ -100,76 +100,10 @@ async def refusal(awaitable) -> tuple[str, str]:
     return error.value.code, error.value.text
 
 
-@over_work()
-async def test_split_waiting_drafts_become_one_batch(work):
-    sessions = [await work.open([n, n + 1]) for n in range(4)]
-    work.slots.hold.clear()
-    first = work.step(sessions[0])
-    await until(lambda: work.entries("verify"))
-    rest = [work.step(s) for s in sessions[1:]]
-    work.slots.hold.set()
-    found = [(await verdicts(answer))[0].tokens for answer in (first, *rest)]
-    assert found == [plain([n, n + 1], 2)[1:] for n in range(4)]
-    assert work.entries("verify") == [(0,), (1, 2, 3)]
-    text = work.metrics.text().decode()
-    assert "split_batch_size_count 2.0" in text and "split_batch_size_sum 4.0" in text
-
-
-@over_work()
-async def test_split_big_draft_has_a_pass_of_its_own(work):
-    sessions = [await work.open([n, n + 1]) for n in range(4)]
-    work.slots.hold.clear()
-    sizes = (1, 3, 62, 7)  # nodes, the root left out
-    drafts = [protocol.Verify(1, list(range(size)), [0] * size) for size in sizes]
-    submit = lambda i: work.service.submit(sessions[i], drafts[i])
-    answers = [submit(0)]
-    await until(lambda: work.entries("verify"))
-    answers += [submit(1), submit(2), submit(3)]
-    work.slots.hold.set()
-    for answer in answers:
-        assert (await verdicts(answer))[0].tokens
-    # The last one goes with the oldest, the big one in between waits for the next pass.
-    assert work.entries("verify") == [(0,), (1, 3), (2,)]
-
-
-@over_work(chunk=4)
-async def test_split_long_prompt_lets_drafts_through_after_each_chunk(work):
-    session = await work.open([1, 2])
-    read = len(work.entries("read"))
-    work.slots.hold = held = Steps()
-    long = await work.service.open(opening(list(range(60))), AS_IS, nobody)
-    for seq in range(1, 6):
-        await until(lambda seq=seq: len(work.entries("read")) == read + seq)
-        answer = work.step(session, seq)
-        held.step()  # the chunk ends, and the draft is next
-        await until(lambda seq=seq: len(work.entries("verify")) == seq)
-        assert len(work.entries("read")) == read + seq
-        held.step()
-        await verdicts(answer)
-    assert not long.reply.complete
-    held.set()
-    assert (await verdicts(long.reply))[-1].tokens == plain(list(range(60)), 1)
-
-
-@over_work(chunk=4)
-async def test_split_prompts_take_turns_and_their_parts_keep_their_order(work):
-    work.slots.hold.clear()
-    prompts = [list(range(20)), list(range(30, 41))]
-    sessions = [await work.service.open(opening(prompt), AS_IS, nobody) for prompt in prompts]
-    work.slots.hold.set()
-    for prompt, session in zip(prompts, sessions, strict=True):
-        parts = await verdicts(session.reply)
-        starts = [part.start for part in parts]
-        assert starts == sorted(starts) and parts[-1].tokens == plain(prompt, 1)
-        assert sum(part.count for part in parts) == len(prompt)
-    turns = [slot for slot, _ in work.entries("read")]
-    assert turns[:8] == [0, 1, 0, 1, 0, 1, 0, 1]
-
-
 @over_work(chunk=4)
 async def test_split_rows_that_the_client_has_are_not_sent(work):
-    for known in (0, 3, 4, 9, 12):
-        text = list(range(12))
+    text = list(range(12))
+    for known in (0, 3, 4, 12):
         ask = opening(text, root_given=True, known=known)
         session = await work.service.open(ask, AS_IS, nobody)
         parts = await verdicts(session.reply)
@@ -259,29 +193,6 @@ async def test_split_longest_lost_session_makes_room(work):
     assert [session.closed for session in sessions] == [False, True, False]
     await work.open([8])
     assert [session.closed for session in sessions] == [True, True, False]
-    reasons = [facts["reason"] for event, facts in work.events if event == "close"]
-    assert reasons == ["evicted", "evicted"]
-
-
-@over_work(num_slots=1, resume_seconds=0.4)
-async def test_split_sessions_lost_while_others_wait_make_room(work):
-    first = await work.open([1])
-    waiting = asyncio.create_task(work.open([2]))
-    await until(lambda: work.service._queue.num_waiting)
-    work.service.disconnect(first)
-    await asyncio.wait_for(waiting, PATIENCE)
-    assert first.closed
-
-
-@over_work()
-async def test_split_reply_of_a_client_that_left_is_there_when_it_comes_back(work):
-    session = await work.open([1, 2])
-    work.slots.hold.clear()
-    work.step(session)
-    work.service.disconnect(session)
-    work.slots.hold.set()
-    back = work.service.resume(protocol.Resume(session.id, 0), AS_IS, nobody)
-    assert (await verdicts(back.reply))[0].tokens == plain([1, 2], 2)[1:]
 
 
 @over_work(num_slots=1)
@@ -320,31 +231,7 @@ async def test_split_failures_end_their_sessions_and_show_in_health(work):
 
 
 @over_work()
-async def test_split_failure_behind_the_target_ends_its_session_and_the_work_goes_on(work):
-    bystander = await work.open([9])
-    broken = await work.open([1, 2])
-    work.service._text_of = lambda tokens: 1 / 0
-    assert (await refusal(work.tokens(broken)))[0] == "gone"
-    work.service._text_of = None
-    await work.tokens(bystander)
-    assert work.service.healthy
-    work.service._tasks[0].cancel()  # as no exception does
-    await until(lambda: not work.service.healthy)
-
-
-@over_work()
-async def test_split_failure_that_takes_the_caches_ends_all_who_have_rows(work):
-    sessions = [await work.open([n]) for n in range(2)]
-    work.slots.error, work.slots.lost = RuntimeError("out of memory"), True
-    assert (await refusal(work.tokens(sessions[0])))[0] == "gone"
-    work.slots.error, work.slots.lost = None, False
-    await until(lambda: sessions[1].closed)
-    assert (await refusal(work.tokens(sessions[1])))[0] == "gone"
-    await work.open([5])
-
-
-@over_work()
-async def test_split_stream_goes_on_to_the_end_beside_drafts(work):
+async def test_split_streams_go_on_to_the_end_beside_drafts(work):
     streams = [await work.open([n], total=12, known=1) for n in (1, 2)]
     drafting = await work.open([3])
     work.slots.hold.clear()
@@ -355,26 +242,9 @@ async def test_split_stream_goes_on_to_the_end_beside_drafts(work):
     for n, answer in zip((1, 2), answers, strict=True):
         parts = await verdicts(answer)
         assert [token for part in parts for token in part.tokens] == plain([n], 11)[1:]
-        assert [part.start for part in parts] == list(range(1, 11))
         assert [part.more for part in parts] == [True] * 9 + [False]
-        assert {part.done for part in parts} == {"", "length"} == {"", parts[-1].done}
-        assert not any(part.count or part.rows for part in parts)
     assert (await verdicts(drafted))[0].tokens == plain([3], 2)[1:]
     assert work.entries("verify")[:2] == [(0, 1), (2, 0, 1)]
-    assert (await refusal(work.tokens(streams[0], 2)))[0] == "state"
-    assert work.service.submit(streams[0], protocol.Stream(1)) is answers[0]
-
-
-@over_work()
-async def test_split_stream_that_is_closed_stops(work):
-    session = await work.open([1], total=400)
-    answer = work.service.submit(session, protocol.Stream(1))
-    await until(lambda: len(answer.parts) > 3)
-    work.service.close(session, "done")
-    done = len(work.entries("verify"))
-    other = await work.open([2])
-    await work.tokens(other)
-    assert len(work.entries("verify")) <= done + 2
 
 
 @over_work(text_of=str)
@@ -387,20 +257,13 @@ async def test_split_text_is_logged_if_asked_for(work):
 @over_work()
 async def test_split_stream_pauses_while_its_reader_is_behind(work):
     session = await work.open([1], total=41)
-    before = len(work.entries("verify"))
-    work.slots.hold = held = Steps()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infer.split_server.service.MOST_UNREAD", 5)
         answer = work.service.submit(session, protocol.Stream(1))
-        for count in range(1, 7):  # the part before the last is being encoded when it counts
-            await until(lambda count=count: len(work.entries("verify")) == before + count)
-            held.step()
-            await until(lambda count=count: len(answer.parts) == count)
         await until(lambda: session.paused)
-        held.set()
         other = await work.open([2])  # and nobody else waits for it
         await work.tokens(other)
-        assert len(work.entries("verify")) - 1 == 6 and session.paused
+        assert session.paused and 5 <= len(answer.parts) < 20
         with pytest.raises(Refused, match="before the reply"):
             work.service.submit(session, protocol.Stream(2))
         parts = await verdicts(answer)
