@@ -174,6 +174,8 @@ class Running:
         # Of few bytes, so that those who do not read are noticed soon.
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         self.port = self.listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)
         self.engine, self.events = engine, []
         log = lambda event, **facts: self.events.append((event, facts))
         most = engine.max_tokens
@@ -201,23 +203,20 @@ class Running:
         wait_for(lambda: self._listening and self._listening.started)
 
     def stop(self) -> None:
+        self.client.close()
         self.engine.close()
         self._listening.should_exit = True
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         """Sends a body: bytes as they are, other things as JSON."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": "application/json"} | headers
-        return httpx.post(f"{self.url}{path}", content=content, headers=headers, timeout=PATIENCE)
+        return self.client.post(path, content=content, headers=headers)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", headers=headers, timeout=PATIENCE)
+        return self.client.get(path, headers=headers)
 
     def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
         """The events of a streamed answer, the last of them "[DONE]"."""
