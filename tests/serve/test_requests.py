@@ -10,9 +10,7 @@ import pytest
 from infer.openai.errors import APIError
 from infer.openai.model import Model
 from infer.openai.requests import GenerationRequest, chat_of, completion_of
-from infer.openai.tokens import TokenTexts
 from moa_jax.config import Sampling
-from tests.decode.test_detokenize import sentence_pieces
 from tests.serve.toy_server import EOS, HELLO, TOKENIZER, VOCAB
 
 MODEL = Model("toy", TOKENIZER, VOCAB, (EOS,), max_tokens=64, max_prompt=50, created=5)
@@ -67,48 +65,6 @@ def test_prompts_are_texts_ids_or_lists_of_either():
         assert tuple(each.ids for each in completion(prompt=prompt).prompts) == wanted
 
 
-def test_the_tokens_of_an_echo_have_places_in_its_text():
-    """Those of a text are the tokenizer's own; others are found by decoding."""
-    text = " Caf\u00e9 au lait \u20ac5."
-    for prompt in (text, list(TOKENIZER(text)["input_ids"]), [2, *TOKENIZER(text)["input_ids"], 4]):
-        asked = completion(prompt=prompt, echo=True, logprobs=1, max_tokens=0)
-        assert asked.new_tokens == (0,) and asked.prompt_logprobs
-        (found,) = asked.prompts
-        ends = (*found.offsets[1:], len(found.text))
-        assert len(found.offsets) == len(found.ids)
-        assert list(found.offsets) == sorted(found.offsets)
-        for token, begin, end in zip(found.ids, found.offsets, ends, strict=True):
-            alone = TOKENIZER.decode([token])
-            assert "\ufffd" in alone or alone == found.text[begin:end]
-    assert not completion(prompt=text, echo=True).prompts[0].offsets
-    assert not completion(prompt=text, logprobs=1).prompt_logprobs
-
-
-def test_added_tokens_are_in_no_text():
-    """Of a text with a token before and after it, those have the place of their neighbours.
-
-    Its other tokens have all of it, with spaces that the tokenizer leaves out of their places.
-    """
-
-    class Adding:
-        is_fast, chat_template = True, None
-
-        def get_vocab(self):
-            return {"x": 0}
-
-        def __call__(self, text, add_special_tokens, verbose, return_offsets_mapping=False):
-            ids, places = [7, 8], [(1, 3), (4, 6)]
-            if add_special_tokens:
-                ids, places = [2, *ids, 4], [(0, 0), *places, (0, 0)]
-            return {"input_ids": ids, "offset_mapping": places}
-
-    model = Model("adding", Adding(), VOCAB, (EOS,), 64, 50, 5)
-    fields = {"prompt": " ab cd", "echo": True, "logprobs": 0}
-    assert completion_of(fields, model).prompts[0].offsets == (0, 0, 3, 3)
-    fields |= {"add_special_tokens": False}
-    assert completion_of(fields, model).prompts[0].offsets == (0, 3)
-
-
 def test_messages_may_come_in_parts():
     parts = [{"type": "text", "text": "Hello."}]
     assert chat(messages=[{"role": "user", "content": parts}]).prompts[0].ids == HELLO_IDS
@@ -151,24 +107,3 @@ def test_a_model_without_a_template_cannot_chat():
     assert completion_of({"prompt": [7]}, bare).prompts[0].ids == (7,)
     with pytest.raises(APIError, match="no tokenizer; give token ids"):
         completion_of({"prompt": "Hello."}, bare)
-
-
-def test_bytes_of_a_vocabulary_of_sentencepiece_are_known():
-    class Pieces:
-        def __call__(self, text, add_special_tokens):
-            return {"input_ids": [1]}
-
-        def decode(self, ids, skip_special_tokens):
-            return "".join({1: "a", 3: "\ufffd", 4: "<0xE2>"}[token] for token in ids)
-
-        def convert_ids_to_tokens(self, token):
-            return "<0xE2>"
-
-    texts = TokenTexts(Pieces())
-    assert texts(3) == ("bytes:\\xe2", b"\xe2")
-    assert texts(4) == ("<0xE2>", b"<0xE2>")  # written so
-
-
-def test_tokens_that_differ_in_a_space_have_different_texts():
-    texts = TokenTexts(sentence_pieces())
-    assert [texts(token)[0] for token in (2, 3)] == [" the", "the"]

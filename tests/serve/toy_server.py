@@ -35,6 +35,16 @@ TOKENIZER = load_tokenizer(DEMO / "target")
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello."}]
+STATS = {
+    "prompt_tokens": 90,
+    "prefix_lookup_tokens": 80,
+    "prefix_tokens": 30,
+    "drafts": 5,
+    "drafted_tokens": 15,
+    "accepted_tokens": 4,
+    "accepted_by_position": (3, 1),
+    "rounds_by_shape": {DraftShape(1): 7, DraftShape(4): 2},
+}
 LONG = {"prompt": [7, 8], "max_tokens": 400, "ignore_eos": True, "seed": 1}
 
 
@@ -70,37 +80,33 @@ class ToyEngine:
         self.requests: list[Request] = []
         self.cancelled: list[int] = []
         self.ended: dict[int, str] = {}
-        self.told: set[int] = set()  # requests whose prompt's log-probabilities were told
-        self.step = 3  # tokens of one piece of news
-        self.error = ""
-        self.healthy = True
-        self.go = threading.Event()  # cleared: nobody hears anything
+        self.step = 3  # tokens of one output
+        self.error, self.healthy = "", True
+        self.go = threading.Event()  # while cleared, no output is sent
         self.go.set()
         self._tasks: dict[int, tuple[Request, Callable[[RequestOutput], None], list[int]]] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="toy engine", daemon=True)
+        self.start = self._thread.start
 
     def submit(
-        self, request: Request, hear: Callable[[RequestOutput], None], others: int = 0
+        self, request: Request, on_output: Callable[[RequestOutput], None], others: int = 0
     ) -> RequestHandle:
         with self._lock:
             if len(self._tasks) + others >= self.slots + self.max_waiting:
                 raise QueueFull(f"{self.max_waiting} requests are waiting already; try again later")
-            ticket = RequestHandle(len(self.requests))
+            handle = RequestHandle(len(self.requests))
             self.requests.append(request)
-            self._tasks[ticket.id] = (request, hear, answer_of(request))
-        return ticket
+            self._tasks[handle.id] = (request, on_output, answer_of(request))
+        return handle
 
-    def cancel(self, ticket: RequestHandle) -> None:
+    def cancel(self, handle: RequestHandle) -> None:
         with self._lock:
-            self.cancelled.append(ticket.id)
+            self.cancelled.append(handle.id)
 
     def abandon(self, line: str) -> None:
         self.error = line
-
-    def start(self) -> None:
-        self._thread.start()
 
     def close(self) -> None:
         self._stop.set()
@@ -110,58 +116,43 @@ class ToyEngine:
 
     def stats(self) -> EngineStats:
         running = min(len(self._tasks), self.slots)
-        known = {
-            "running": running,
-            "waiting": len(self._tasks) - running,
-            "slots": self.slots,
-            "prompt_tokens": 90,
-            "prefix_lookup_tokens": 80,
-            "prefix_tokens": 30,
-            "drafts": 5,
-            "drafted_tokens": 15,
-            "accepted_tokens": 4,
-            "accepted_by_position": (3, 1),
-            "rounds_by_shape": {DraftShape(1): 7, DraftShape(4): 2},
-        }
-        return EngineStats(**dict.fromkeys(EngineStats._fields, 0) | known)
+        found = dict.fromkeys(EngineStats._fields, 0) | STATS
+        waiting = len(self._tasks) - running
+        return EngineStats(**found | {"running": running, "waiting": waiting, "slots": self.slots})
 
     def _run(self) -> None:
+        scored: set[int] = set()  # requests whose prompt's log-probabilities were sent
         while not self._stop.is_set():
             self.go.wait()
             with self._lock:
                 tasks = list(self._tasks.items())[: self.slots]
-                cancelled = set(self.cancelled)
-            for id, (request, hear, left) in tasks:
-                self._tell(id, request, hear, left, id in cancelled)
+            for id, (request, on_output, rest) in tasks:
+                if request.prompt_logprobs and id not in scored:
+                    scored.add(id)
+                    self._score_prompt(request, on_output)
+                self._send(id, request, on_output, rest)
             time.sleep(0.0005)
 
-    def _tell(
-        self, id: int, request: Request, hear: Any, left: list[int], is_cancelled: bool
-    ) -> None:
-        if request.prompt_logprobs and id not in self.told:
-            self.told.add(id)
-            self._tell_prompt(request, hear)
-        tokens, left[:] = left[: self.step], left[self.step :]
+    def _send(self, id: int, request: Request, on_output: Any, rest: list[int]) -> None:
+        tokens, rest[:] = rest[: self.step], rest[self.step :]
         stops = tokens and tokens[-1] in request.stop_ids
-        finish = "" if left else "stop" if stops else "length"
-        if is_cancelled or self.error:
-            tokens, finish = [], "cancelled" if is_cancelled else "error"
+        finish = "" if rest else "stop" if stops else "length"
+        if id in self.cancelled or self.error:
+            tokens, finish = [], "cancelled" if id in self.cancelled else "error"
         if finish:
             with self._lock:
                 del self._tasks[id]
             self.ended[id] = finish
         k = request.top_logprobs
         likely = [] if k is None else [likely_of(token, k) for token in tokens]
-        hear(
-            RequestOutput(token_ids=tokens, logprobs=likely, finish_reason=finish, error=self.error)
-        )
+        on_output(RequestOutput(tokens, logprobs=likely, finish_reason=finish, error=self.error))
 
-    def _tell_prompt(self, request: Request, hear: Any) -> None:
-        """Log-probabilities of the prompt, a few at a time."""
+    def _score_prompt(self, request: Request, on_output: Any) -> None:
+        """Sends the log-probabilities of the prompt, a few at a time."""
         top, rest = request.top_logprobs, request.prompt_ids[1:]
         likely = [None, *(likely_of(token, top) for token in rest)]
         for begin in range(0, len(likely), self.step):
-            hear(RequestOutput([], prompt_logprobs=likely[begin : begin + self.step]))
+            on_output(RequestOutput([], prompt_logprobs=likely[begin : begin + self.step]))
 
 
 class Running:
@@ -187,14 +178,8 @@ class Running:
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
-        config = uvicorn.Config(
-            self.server,
-            http=TimedHttp,
-            ws="none",
-            log_config=None,
-            timeout_graceful_shutdown=1,
-        )
-        self._listening = uvicorn.Server(config)
+        settings = {"ws": "none", "log_config": None, "timeout_graceful_shutdown": 1}
+        self._listening = uvicorn.Server(uvicorn.Config(self.server, http=TimedHttp, **settings))
         await self._listening.serve(sockets=[self.listener])
 
     def start(self) -> None:
