@@ -107,15 +107,6 @@ def test_figures_by_hand():
     assert compared == {"speedup": (2.5 + 2) / 2, "compared": 2, "different": [1]}
 
 
-def test_nothing_is_known_where_all_failed():
-    failed = [one._replace(error="gone", first=None, tokens=0) for one in OURS]
-    row = results.summarise(failed)
-    assert (row["failed"], row["tokens_per_s"]) == (3, 0)
-    assert row["latency_s"] == {"p50": None, "p95": None}
-    compared = results.compare(failed, PLAIN)
-    assert compared == {"speedup": None, "compared": 0, "different": []}
-
-
 # ---- toy servers --------------------------------------------------------------------------
 
 
@@ -377,9 +368,3 @@ def test_a_run_with_servers(talkative, tmp_path, capfd):
         assert row["compared"] == 6 and row["tokens"] == 6 * 16 and row["tokens_per_s"] > 0
         assert row["tau"] == 1 if row["mode"] == "plain" else row["tau"] >= 1
     assert document["machine"]["platform"] == "cpu"
-
-
-@pytest.mark.slow
-def test_a_target_that_is_not_there_is_one_line(run):
-    said = run("infer.bench", "--serve", "--target", "./absent", "--modes", "plain").refusal()
-    assert "the server of plain did not start: infer.serve: ./absent is not a folder" in said

@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from infer import info
 from infer.cli import compile_cache
 from infer.info import ROOT
 
@@ -61,16 +60,6 @@ def test_a_second_start_compiles_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_program_that_another_one_starts_is_silent_too(tmp_path):
-    """It finds the folder set, and so does not take it for the user's own."""
-    folder = start(1, XDG_CACHE_HOME=str(tmp_path))["folder"]
-    for path in entries(tmp_path):
-        path.write_bytes(b"damaged")
-    size = {"JAX_COMPILATION_CACHE_MAX_SIZE": str(compile_cache.MAX_BYTES)}
-    start(1, XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_DIR=folder, **size)
-
-
-@pytest.mark.slow
 def test_the_user_decides_where_it_is(tmp_path):
     own = tmp_path / "own"
     start(1, XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_DIR=str(own))
@@ -105,47 +94,8 @@ def test_what_a_kill_left_behind_is_removed(fresh):
     assert os.environ[compile_cache.FOLDER] == str(folder)
 
 
-def test_a_folder_that_is_read_only_is_left_alone(fresh, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    compile_cache.use()
-    assert compile_cache.FOLDER not in os.environ
-
-
 def test_other_cpus_have_other_folders(fresh, monkeypatch):
     here = compile_cache.default_folder()
     assert here == compile_cache.default_folder()
     monkeypatch.setattr(platform, "processor", lambda: "another")
     assert compile_cache.default_folder() != here
-
-
-def test_a_cache_home_must_be_a_whole_path(fresh, monkeypatch):
-    monkeypatch.setitem(os.environ, "XDG_CACHE_HOME", "relative")
-    monkeypatch.setattr(Path, "home", lambda: Path("/home/someone"))
-    assert Path("/home/someone/.cache/moa-jax") in compile_cache.default_folder().parents
-
-
-def test_info_names_it(monkeypatch, tmp_path, capsys):
-    (tmp_path / "one-cache").write_bytes(bytes(3 * 2**20))
-    held = {
-        "jax_compilation_cache_dir": str(tmp_path),
-        "jax_enable_compilation_cache": True,
-        "jax_compilation_cache_max_size": compile_cache.MAX_BYTES,
-    }
-    before = {name: getattr(jax.config, name) for name in held}
-    try:
-        for name, value in held.items():
-            jax.config.update(name, value)
-        info.main([])
-        shown = capsys.readouterr().out
-        jax.config.update("jax_enable_compilation_cache", False)
-        info.main([])
-        off = capsys.readouterr().out
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-    line, off = (
-        next(x for x in text.splitlines() if "compile cache" in x) for text in (shown, off)
-    )
-    assert f"{tmp_path}, 3.0 MiB, at most 2.0 GiB" in line
-    assert line.endswith("JAX_COMPILATION_CACHE_DIR= turns it off")
-    assert off.split(maxsplit=2)[2].startswith("off: set JAX_COMPILATION_CACHE_DIR to a folder")

@@ -90,12 +90,6 @@ def test_a_bad_record_is_left_out_and_named(tmp_path, capsys, record, fault):
         list(conversations.questions_of(write(tmp_path / "bad.jsonl", record), ()))
 
 
-def test_questions_that_are_all_too_long_are_refused(pair, tmp_path):
-    file = write(tmp_path / "talks.jsonl", {"messages": [question("1" * 400)]})
-    with pytest.raises(InputError, match=r"talks.jsonl: no question is left \(.*than 256 tokens"):
-        evaluate.main([*pair, "--conversations", file, "--output", str(tmp_path / "run")])
-
-
 def test_repeated_grams_are_counted():
     assert report.repeats(list(range(20))) == (0, 13)
     assert report.repeats([1, 2] * 8) == (7, 9)

@@ -1,10 +1,8 @@
 """Question sets: what every name of --suite gives, and one line for what is no question."""
 
 import json
-import logging
 from pathlib import Path
 
-import datasets
 import pytest
 
 from infer.bench import suites
@@ -94,10 +92,6 @@ def test_a_line_that_is_no_question_is_named(tmp_path, line, fault):
     assert f"{file} line 3{fault}" in refusal(suites.load_suite, str(file))
 
 
-def test_a_file_without_questions(tmp_path):
-    assert "holds no questions" in refusal(suites.load_suite, str(write(tmp_path / "a.jsonl")))
-
-
 NEWS = {"article": " A cat was found. ", "highlights": "Cat found.", "id": "ab12"}
 TYPED = {"question": {"text": "who wrote emma", "tokens": []}, "id": "7"}
 SUM = {"question": "Two and two?", "answer": "#### 4"}
@@ -120,22 +114,6 @@ def test_public_data_becomes_questions(monkeypatch):
         ("cnn_dailymail", 1, "Summarize: A cat was found."),
         ("cnn_dailymail", 2, "Summarize: A cat was found."),
     ]
-
-
-def test_a_hub_out_of_reach_says_one_line(monkeypatch):
-    client = logging.getLogger("huggingface_hub")
-    heard = logging.Handler()
-    heard.emit = lambda record: pytest.fail(record.getMessage())
-
-    def load_dataset(*names, **rest):
-        client.warning("Retrying in 1s")
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(client, "handlers", [heard])
-    level = client.level
-    assert "cannot open hub:x/y (no network)" in refusal(suites.load_suite, "hub:x/y")
-    assert client.level == level
 
 
 def test_public_data_of_tensorflow_datasets(monkeypatch):
