@@ -81,9 +81,9 @@ def test_a_crash_costs_one_question_at_most(folder):
     plain, chain = (folder / "qa" / f"{model}.jsonl" for model in MODELS)
     whole = {path: path.read_bytes() for path in (plain, chain)}
     first = {path: content.index(b"\n") + 1 for path, content in whole.items()}
-    cuts = [(plain, at) for at in range(first[plain], len(whole[plain]), 97)]
-    cuts += [(chain, at) for at in range(first[chain], len(whole[chain]), 97)]
-    cuts += [(chain, len(whole[chain]) - 1)]
+    cuts = [(path, at) for path in whole for at in range(first[path], len(whole[path]), 197)] + [
+        (chain, len(whole[chain]) - 1)
+    ]
     for cut, at in cuts:
         plain.write_bytes(whole[plain])
         chain.write_bytes(whole[chain][: first[chain]])  # written after it

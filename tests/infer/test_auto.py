@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import pytest
 
 from infer.cli.flags import auto, pair
@@ -106,16 +106,11 @@ def test_other_models_weights_and_cores_have_costs_of_their_own(tmp_path, monkey
 
 def test_without_a_compile_cache_costs_stay_in_memory(monkeypatch):
     monkeypatch.undo()  # of the folder that conftest.py takes away
-    was = jax.config.jax_compilation_cache_dir
-    try:
-        jax.config.update("jax_compilation_cache_dir", None)
-        assert auto.folder() is None
-        jax.config.update("jax_compilation_cache_dir", "gs://bucket/somewhere")
-        assert auto.folder() is None
-        jax.config.update("jax_compilation_cache_dir", "somewhere")
-        assert str(auto.folder()) == "somewhere/costs"
-    finally:
-        jax.config.update("jax_compilation_cache_dir", was)
+    places = {None: None, "gs://bucket/somewhere": None, "somewhere": Path("somewhere/costs")}
+    for place, found in places.items():
+        held = SimpleNamespace(jax_compilation_cache_dir=place, jax_enable_compilation_cache=True)
+        monkeypatch.setattr(auto, "jax", SimpleNamespace(config=held))
+        assert auto.folder() == found
 
 
 def test_a_chat_measures_while_a_user_types(capsys, timed):

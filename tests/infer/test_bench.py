@@ -112,28 +112,13 @@ def test_bytes_of_small_programs():
     def in_turns(held, x):
         return jax.lax.scan(lambda x, w: (x @ w @ held["w"], None), x, held["four"])[0]
 
-    def for_each(held, x):
-        part = lambda i: x @ jax.lax.dynamic_index_in_dim(held["four"], i, keepdims=False)
-        return jax.lax.map(part, jnp.arange(4))
-
     assert traffic.bytes_read(twice, held, rows) == 2 * 4 * 16
     assert traffic.bytes_read(in_turns, held, rows) == (4 + 4) * 4 * 16
-    assert traffic.bytes_read(for_each, held, rows) == 4 * 4 * 16
     assert traffic.bytes_read(in_branch, held, rows) == 2 * 4 * 16
     assert traffic.bytes_read(jax.jit(written), held, rows) == 4 * 400
 
 
 # ---- pairs without files, simulated drafts -------------------------------------------------
-
-
-def test_random_pairs_have_the_shapes_of_real_ones():
-    target, drafter = tiny()
-    real = jax.eval_shape(DRAFTERS["moa"].make(DRAFT, TARGET).init, jax.random.key(0))
-    shapes = lambda tree: jax.tree.map(lambda leaf: leaf.shape, tree)
-    assert shapes(drafter.params) == shapes(real)
-    std = {float(leaf.std()) for leaf in (target.params["embed"], target.params["lm_head"])}
-    assert len(std) == 2 and all(0.018 < value < 0.022 for value in std)
-    assert float(target.params["final_norm"]["scale"].min()) == 1.0
 
 
 def decoded(shape: DraftShape, probability: float, rows: int = 8) -> list[int]:
@@ -179,16 +164,13 @@ def test_one_document_on_stdout(stored, capsys, hasty):
     assert found.keys() == {"modes", "peers", "settings", "machine"}
     plain, chain = found["modes"]
     assert (plain["mode"], plain["depth"], plain["tau"], plain["speedup"]) == ("plain", 1, 1.0, 1.0)
-    assert (chain["mode"], chain["depth"], chain["breadth"]) == ("chain", 3, 1)
+    assert (chain["mode"], chain["depth"], chain["same_as_plain"]) == ("chain", 3, 3)
     assert plain["tokens"] == chain["tokens"] == 3 * 11 and plain["rounds"] == 33
     assert chain["speedup"] > 0 and 1 <= chain["tau"] <= 3
-    assert (chain["same_as_plain"], chain["answers"], chain["num_compiled"]) == (3, 3, 2)
-    assert len(chain["acceptance_conditional"]) == 2
     assert plain["phases"].keys() == {"prefill", "verify"}
     assert chain["phases"].keys() == {"prefill", "draft", "verify", "extend"}
     for row in found["modes"]:
         assert all(cost["ms"] > 0 and cost["bytes"] > 0 for cost in row["phases"].values())
-        assert row["sum_of_phases_ms"] > 0 and row["host_ms_per_generation"] > 0
     assert found["settings"]["prompts"] == 3 and found["machine"]["bandwidth_bytes_per_s"] > 0
     text = report.render(found)
     assert "| plain | " in text and "| chain 3 | extend |" in text

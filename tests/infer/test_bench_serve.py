@@ -267,23 +267,6 @@ def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path)
     assert (tmp_path / "figure.svg").read_text().count("<path") > 20
 
 
-def test_each_mode_has_a_server(monkeypatch):
-    class Starting(contextlib.nullcontext, ToyChild):
-        def __init__(self, program, flags, folder, env, of):
-            self.env, self.url = env, f"http://{folder.name}/v1"
-            self.enter_result, self.last = self, ""
-
-        def ready(self):
-            return {"url": self.url}
-
-    monkeypatch.setattr(servers, "Child", Starting)
-    monkeypatch.delenv(servers.MEMORY_FRACTION, raising=False)
-    with servers.serving(variants_of(args_of("--modes plain,auto"))) as started:
-        assert [each.mode for each in started] == ["plain", "auto"]
-        assert [each.url for each in started] == ["http://plain", "http://auto"]
-        assert {each.child.env[servers.MEMORY_FRACTION] for each in started} == {"0.450"}
-
-
 def test_what_is_measured_beside_a_compiler_is_told(monkeypatch):
     toys = [ToyServer(), ToyServer()]
     toys[0].compiling = {0}
@@ -322,24 +305,6 @@ def test_a_child_tells_its_last_line_when_it_ends(tmp_path):
             child.ready()
         with pytest.raises(InputError, match="json.tool ended with code 2: .*No such file"):
             child.check()
-
-
-def test_a_child_is_ready_and_computes_and_ends(tmp_path):
-    (tmp_path / "toy_program.py").write_text(
-        "import sys, time\n"
-        "path = sys.argv[sys.argv.index('--ready-file') + 1]\n"
-        """open(path, "w").write('{"url": "u", "port": 1}')\n"""
-        "time.sleep(60)\n"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(tmp_path))
-        with Child("toy_program", [], tmp_path / "one", env={"NEW": "1"}) as child:
-            assert child.ready() == {"url": "u", "port": 1}
-            child.check()
-            spent = child.cpu_seconds()
-            assert spent is None or spent >= 0
-            process = child._process
-    assert process.returncode == -signal.SIGTERM
 
 
 def test_sigterm_unwinds():

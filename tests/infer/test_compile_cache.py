@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -92,10 +91,3 @@ def test_what_a_kill_left_behind_is_removed(fresh):
     compile_cache.use()
     assert {path.name for path in folder.iterdir()} == {"whole-cache", "whole-atime", "young-cache"}
     assert os.environ[compile_cache.FOLDER] == str(folder)
-
-
-def test_other_cpus_have_other_folders(fresh, monkeypatch):
-    here = compile_cache.default_folder()
-    assert here == compile_cache.default_folder()
-    monkeypatch.setattr(platform, "processor", lambda: "another")
-    assert compile_cache.default_folder() != here

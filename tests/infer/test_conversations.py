@@ -74,7 +74,6 @@ def test_a_question_stands_behind_its_history(tmp_path):
     ("record", "fault"),
     [
         ({"messages": [ANSWER]}, "a record without a user message"),
-        ({"nothing": 1}, "a record of unknown style"),
         ({"messages": [question(" ")]}, "a message without text"),
     ],
 )

@@ -130,10 +130,8 @@ def test_the_flag_goes_before_the_default(stored, opened, tmp_path):
 
 @pytest.mark.usefixtures("large")
 def test_without_a_draft_or_a_file_nothing_is_said(folder, opened):
-    lookup = ["--target", f"{folder}/target", "--draft", "lookup"]
-    for flags in ([*named(folder), "--mode", "plain"], lookup):
-        session, err = opened(*flags)
-        assert session.vocabulary is None and "drafts from" not in err
+    session, err = opened(*named(folder), "--mode", "plain")
+    assert session.vocabulary is None and "drafts from" not in err
     (folder / "draft" / FILE).unlink()
     session, err = opened(*named(folder))
     assert session.vocabulary is None and "drafts from" not in err

@@ -79,16 +79,6 @@ def test_a_path_that_cannot_be_used_is_one_line_and_exit_2(tmp_path, name, reaso
         assert shown.err.endswith("; choose a path that can be used\n")
 
 
-def test_a_path_of_ours_keeps_its_traceback(tmp_path):
-    """A file that a program opens by itself is missing by a fault of ours."""
-    given = tmp_path / "given"
-    given.mkdir()
-    missing = tmp_path / "other" / "config.json"
-    for arguments in ([], ["--output", str(given)], ["--seed", "5", "--text", "Hello, config"]):
-        with pytest.raises(FileNotFoundError):
-            program.run(lambda _: missing.read_text(), arguments)
-
-
 def test_a_full_disk_is_one_line_and_other_system_errors_are_ours(capsys):
     def full(arguments):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from infer.bench import paper, plots, report
+from infer.bench import paper, report
 from infer.bench.answers import Answer
-from infer.bench.suites import PAPER, Question
+from infer.bench.suites import Question
 from moa_jax import Result
 
 CHAIN = "moa-chain"
@@ -141,30 +141,3 @@ def test_the_papers_figures_stand_below(document):
     assert "| paper: MoA N=0 | 2.28x / 4.98 | 1.72x / 3.73 | - |" in lines  # two sets have no mean
     assert not any("EAGLE-2" in line for line in lines)
     assert paper.cell(paper.MAIN, "gsm8k").endswith("?")
-
-
-def test_the_papers_mean_is_that_of_six_sets():
-    given = next(iter(answers().values()))
-    all_sets = {asked(name, 1): given for name in PAPER}
-    text = report.render(report.document_of(all_sets, {}, SETTINGS))
-    assert "1.95x / 4.22 ?" in text and "1.78x / 3.60 |" in text
-    assert "paper: independent, 650M | - | - | - | - | - | - | 1.58x / 3.80 |" in text
-    assert "Each of the 6 drafted answers is the same as plain decoding's." in text
-
-
-def test_bars_are_as_high_as_the_rows_say(document):
-    top, bottom = plots.speed_figure(document).axes
-    rows = [row_of(document, name) for name in ("humaneval", "qa", "all")]
-    for panel, key in ((top, "speedup"), (bottom, "tau")):
-        bars = next(c for c in panel.containers if hasattr(c, "patches"))
-        assert [bar.get_height() for bar in bars] == [row[key] for row in rows]
-        assert [bar.get_x() + bar.get_width() / 2 for bar in bars] == pytest.approx([0, 1, 2])
-    spread = next(c for c in top.containers if not hasattr(c, "patches"))
-    ends = [sorted(y for _, y in segment) for segment in spread.lines[2][0].get_segments()]
-    for found, row in zip(ends, rows, strict=True):
-        assert found == pytest.approx(row["speedup_quartiles"])
-    assert [label.get_text() for label in bottom.get_xticklabels()] == ["humaneval", "qa", "all"]
-    diamonds = [line for line in bottom.lines if line.get_marker() == "D"]
-    assert [(list(d.get_xdata()), list(d.get_ydata())) for d in diamonds] == [
-        ([0, 1], [4.98, 3.73])
-    ]
