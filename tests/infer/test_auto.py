@@ -122,13 +122,3 @@ def test_a_chat_measures_while_a_user_types(capsys, timed):
     assert timed == [1] * len(session.ways) * (1 + TURNS)
     assert session.costs.ms(1, NO_DRAFT, 64) == 1.0
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.slow
-def test_timed_rounds_are_not_observed(monkeypatch):
-    """Random prompts say nothing about the drafter."""
-    session = Session(target(), drafter("moa-0"), OWN, ways=(DraftShape(3, 2, 4),))
-    monkeypatch.setattr(session.controller, "observe", None)
-    monkeypatch.setattr(session.costs, "update", None)
-    for shape in session.ways:
-        assert 0 < session.seconds_of_a_round(2, shape, 64) < 10

@@ -10,7 +10,7 @@ import pytest
 from infer import evaluate
 from infer.bench import candidates
 from infer.bench.candidates import Candidate
-from moa_jax import InputError, Session, load_drafter, load_target
+from moa_jax import Session, load_drafter, load_target
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.pretrained import save_drafter
 
@@ -112,19 +112,6 @@ def test_a_finished_run_is_only_told_again(resumed, finished, monkeypatch):
     assert document == json.loads((finished / "report.json").read_text())
     for path in (finished / "talk").iterdir():
         assert (folder / "talk" / path.name).read_bytes() == path.read_bytes()
-
-
-def test_longer_prompts_are_left_out_and_told(resumed, finished):
-    length = lines(finished / "talk" / "plain.jsonl")[0]["choices"][0]["prompt_tokens"][0]
-    code, document, folder = resumed("--max-prompt", str(length))  # the other two have one more
-    assert not code and [row["questions"] for row in document["rows"]] == [1] * 4
-    why = f"first prompt longer than {length} tokens (--max-prompt)"
-    assert [(each["question_id"], each["why"]) for each in document["skipped"]] == [
-        (number, why) for number in (2, 3, 4)
-    ]
-    assert f"Skipped, {why}: 3 (talk 2, 3, 4)." in (folder / "report.md").read_text()
-    with pytest.raises(InputError, match=r"no question is left \(first prompt longer than 3"):
-        resumed("--max-prompt", "3")
 
 
 @pytest.mark.slow

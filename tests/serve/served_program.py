@@ -24,7 +24,6 @@ from infer.info import ROOT
 from moa_jax import Session, load_target
 from moa_jax.config import Sampling
 from moa_jax.decode.detokenize import before_stop
-from moa_jax.decode.session import row_of
 from tests.serve.toy_server import COMPLETIONS, DEMO, TOKENIZER, VOCAB, wait_for
 
 HELLO = [{"role": "user", "content": "I need a cheap hotel."}]
@@ -48,7 +47,6 @@ class Ask:
     max_tokens: int
     sampling: Sampling
     stops: tuple[str, ...] = ()
-    n: int = 1
     ignore_eos: bool = False
     stream: bool = True
     leaves_after: int | None = None  # events
@@ -58,19 +56,15 @@ class Ask:
         """As /v1/completions takes it."""
         settings = dataclasses.asdict(self.sampling)
         settings["logit_bias"] = {str(id): bias for id, bias in self.sampling.logit_bias}
-        rest = {name: getattr(self, name) for name in ("max_tokens", "n", "ignore_eos", "stream")}
+        rest = {name: getattr(self, name) for name in ("max_tokens", "ignore_eos", "stream")}
         return settings | rest | {"prompt": self.prompt_ids, "stop": self.stops}
 
     @property
-    def wanted(self) -> list[tuple[str, str]]:
-        """Of each choice its text and how it ends: what plain decoding says alone."""
-        found = []
-        for index in range(self.n):
-            of_row = (self.prompt_ids, self.max_tokens, row_of(self.sampling, index))
-            text, end = alone(*of_row, self.ignore_eos)
-            shown = before_stop(text, self.stops)
-            found.append((shown, "stop" if shown != text else end))
-        return found
+    def wanted(self) -> tuple[str, str]:
+        """The text of plain decoding, and how it ends."""
+        text, end = alone(self.prompt_ids, self.max_tokens, self.sampling, self.ignore_eos)
+        shown = before_stop(text, self.stops)
+        return shown, "stop" if shown != text else end
 
 
 @functools.cache
@@ -98,7 +92,6 @@ def mixed(count: int, seed: int) -> list[Ask]:
             max_tokens=draw.randrange(1, 40),
             sampling=dataclasses.replace(LAWS[index % len(LAWS)], seed=draw.randrange(1000)),
             stops=STOPS[index // 2 % len(STOPS)],
-            n=3 if index % 9 == 0 else 1,
             stream=index % 3 > 0,
         )
         if index % 4 == 0:
@@ -162,37 +155,34 @@ def program(folder: Path, *flags: str, port: int = 0) -> Iterator[ServedProgram]
         process.wait()
 
 
-def answer(client: httpx.Client, ask: Ask, pause: float = 0.0) -> list[tuple[str, str]]:
-    """Of each choice the text and how it ended; nothing for one whose end was not waited for.
+def answer(client: httpx.Client, ask: Ask, pause: float = 0.0) -> tuple[str, str]:
+    """The text and how it ended, or "" if the client left before.
 
     A slow reader takes a `pause` of so many seconds after each event.
     """
     if not ask.stream:
         said = client.post(COMPLETIONS, json=ask.body)
         assert said.status_code == 200, said.text
-        return [(choice["text"], choice["finish_reason"]) for choice in said.json()["choices"]]
-    texts, ends = [""] * ask.n, [""] * ask.n
+        (choice,) = said.json()["choices"]
+        return choice["text"], choice["finish_reason"]
+    text, end = "", ""
     with client.stream("POST", COMPLETIONS, json=ask.body) as said:
         assert said.status_code == 200, said.read()
         lines = (line.removeprefix("data: ") for line in said.iter_lines() if line)
         for line in itertools.islice(lines, ask.leaves_after):
             time.sleep(pause)
             if line == "[DONE]":
-                assert all(ends)
-                break
+                return text, end
+            assert not end, "something came after the end"
             (choice,) = json.loads(line)["choices"]
-            assert not ends[choice["index"]], "something came after the end"
-            texts[choice["index"]] += choice["text"]
-            ends[choice["index"]] = choice["finish_reason"] or ""
-        else:
-            assert ask.leaves_after is not None, "the stream ended without [DONE]"
-    return list(zip(texts, ends, strict=True))
+            text, end = text + choice["text"], choice["finish_reason"] or ""
+    assert ask.leaves_after is not None, "the stream ended without [DONE]"
+    return text, end
 
 
-def assert_right(ask: Ask, found: list[tuple[str, str]]) -> None:
+def assert_right(ask: Ask, found: tuple[str, str]) -> None:
     """An answer is plain decoding's, and one that was left is a beginning of it."""
-    for said, wanted in zip(found, ask.wanted, strict=True):
-        assert said == wanted if said[1] else wanted[0].startswith(said[0]), ask
+    assert found == ask.wanted if found[1] else ask.wanted[0].startswith(found[0]), ask
 
 
 def answers_at_once(served: ServedProgram, asks: list[Ask], clients: int = 32) -> list[Any]:
@@ -215,7 +205,7 @@ def assert_left(asks: list[Ask], found: list[Any]) -> None:
     """Who stays hears an end; of those who leave few do, where all came in one event or two."""
     ended = {stays: [] for stays in (True, False)}
     for ask, each in zip(asks, found, strict=True):
-        ended[ask.leaves_after is None].append(all(end for _, end in each))
+        ended[ask.leaves_after is None].append(bool(each[1]))
     assert all(ended[True]) and sum(ended[False]) < len(ended[False]) / 2
 
 

@@ -64,27 +64,27 @@ def crowd(
 ) -> list[Callable[[], int]]:
     """Clients that come until it is over, each a function that says how often it came."""
 
-    def again(do: Callable[[int, httpx.Client], None], receive_bytes: int) -> int:
+    def again(do: Callable[[httpx.Client, int], None], receive_bytes: int = 1 << 18) -> int:
         with served.client(receive_bytes) as client:
             for count in itertools.count():
                 if is_over.is_set():
                     return count
-                do(count, client)
+                do(client, count)
 
-    def asking(number: int, pause: float, count: int, client: httpx.Client) -> None:
-        ask = asks[(number * 7 + count) % len(asks)]
-        if pause:
-            ask = dataclasses.replace(ask, stream=True, leaves_after=None)
-        assert_right(ask, answer(client, ask, pause))
+    def ask(client: httpx.Client, count: int) -> None:
+        found = asks[count * 7 % len(asks)]
+        assert_right(found, answer(client, found))
 
-    draw, part, usual = random.Random(1), functools.partial, 1 << 18
-    damage = lambda _, client: send_malformed(client, draw, 1)
-    leave = lambda _, client: vanish(served, draw)
-    return [
-        *(part(again, part(asking, number, 0.0), usual) for number in range(8)),
-        *(part(again, part(asking, number, 0.02), 4096) for number in range(2)),
-        *(part(again, do, usual) for do in (damage, leave) for _ in range(2)),
-    ]
+    def read_slowly(client: httpx.Client, count: int) -> None:
+        found = dataclasses.replace(asks[count % len(asks)], stream=True, leaves_after=None)
+        assert_right(found, answer(client, found, pause=0.02))
+
+    draw = random.Random(1)
+    damage = lambda client, _: send_malformed(client, draw, 1)
+    leave = lambda *_: vanish(served, draw)
+    doing = [*[ask] * 8, *[damage, leave] * 2]
+    slow = [functools.partial(again, read_slowly, 4096)] * 2
+    return [*(functools.partial(again, each) for each in doing), *slow]
 
 
 def resident(pid: int) -> float:

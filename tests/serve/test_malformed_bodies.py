@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 from collections import Counter
 
 import httpx
@@ -198,10 +197,3 @@ def test_a_thousand_malformed_bodies_leave_the_server_as_it_was(server):
         statuses = send_malformed(client, random.Random(5), 1000)
     for path in BODIES:  # some were right after all
         assert statuses[path, 200] > 30 and statuses[path, 400] > 50
-
-
-def test_requests_that_are_not_http_are_refused(server):
-    for data in (b"\x16\x03\x01\x02", b"GET\r\n\r\n", b"POST /v1/completions HTCPCP/1.0\r\n\r\n"):
-        with socket.create_connection(("127.0.0.1", server.port), 10) as made:
-            made.sendall(data + b"\r\n\r\n")
-            assert made.recv(100).startswith(b"HTTP/1.1 400 ")

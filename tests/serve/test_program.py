@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from infer import serve
 from infer.http.address import bind
 from infer.http.run import serve_until_signal
 
@@ -82,10 +81,3 @@ def test_who_is_answered_hears_of_a_hasty_end(numbers, capsys):
     said, code = asyncio.run(asyncio.wait_for(serve_one(), 30))
     assert said.startswith(b"HTTP/1.1 503 ") and b"ends" in said
     assert code == (130 if signal.SIGINT in numbers else 0)
-
-
-@pytest.mark.parametrize("target, name", [(None, "moa-jax-demo"), ("org/Some-7B", "org/Some-7B")])
-def test_a_model_has_the_name_of_its_target(target, name, tmp_path):
-    assert serve._name_of(target) == name
-    (tmp_path / "mine").mkdir()
-    assert serve._name_of(f"{tmp_path}/mine/") == "mine"
