@@ -17,14 +17,13 @@ from tests.serve.toy_server import (
     TOKENIZER,
     Running,
     answer_of,
-    running,
     text_of,
 )
 
 
 @pytest.fixture
 def server() -> Iterator[Running]:
-    with running(keys=(KEY,)) as server:
+    with Running(keys=(KEY,)) as server:
         yield server
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from infer.openai.errors import shown
 from infer.openai.requests import UNSUPPORTED
-from tests.serve.toy_server import CHATS, COMPLETIONS, HELLO, LONG, VOCAB, error_of, running
+from tests.serve.toy_server import CHATS, COMPLETIONS, HELLO, LONG, VOCAB, Running, error_of
 
 BODIES = {
     COMPLETIONS: {"prompt": [7, 8], "max_tokens": 3},
@@ -26,7 +26,7 @@ IMAGE = [{"type": "image_url"}]
 @pytest.fixture(scope="module")
 def server():
     """A server that answers as before after all of these bodies, and has no error in its log."""
-    with running() as server:
+    with Running() as server:
         good = server.post(COMPLETIONS, LONG).json()["choices"]
         yield server
         assert server.post(COMPLETIONS, LONG).json()["choices"] == good

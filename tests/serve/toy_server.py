@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import hashlib
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -156,10 +155,10 @@ class ToyEngine:
 
 
 class Running:
-    """A server that listens, and what the tests look at."""
+    """A server that listens for a `with` block, and what the tests look at."""
 
     def __init__(
-        self, engine: ToyEngine, limits: ServingLimits, keys: tuple[str, ...], tokenizer: Any
+        self, engine: ToyEngine | None = None, keys: tuple[str, ...] = (), **limits: float
     ) -> None:
         self.listener = bind("127.0.0.1", 0)
         # Of few bytes, so that those who do not read are noticed soon.
@@ -167,12 +166,13 @@ class Running:
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)
-        self.engine, self.events = engine, []
+        self.engine, self.events = engine or ToyEngine(), []
         log = lambda event, **facts: self.events.append((event, facts))
-        most = engine.max_tokens
-        self.model = Model("toy", tokenizer, VOCAB, (EOS,), most, most - 1, created=5)
-        metrics = ServingMetrics("toy", engine)
-        self.server = OpenAIServer(engine, self.model, metrics, log, limits, keys)
+        most = self.engine.max_tokens
+        model = Model("toy", TOKENIZER, VOCAB, (EOS,), most, most - 1, created=5)
+        metrics = ServingMetrics("toy", self.engine)
+        limits = ServingLimits(**limits)
+        self.server = OpenAIServer(self.engine, model, metrics, log, limits, keys)
         self._listening: uvicorn.Server | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
@@ -182,12 +182,13 @@ class Running:
         self._listening = uvicorn.Server(uvicorn.Config(self.server, http=TimedHttp, **settings))
         await self._listening.serve(sockets=[self.listener])
 
-    def start(self) -> None:
+    def __enter__(self) -> Running:
         self.engine.start()
         self._thread.start()
         wait_for(lambda: self._listening and self._listening.started)
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self.client.close()
         self.engine.close()
         self._listening.should_exit = True
@@ -231,23 +232,6 @@ class Running:
         """The sum of a metric over its labels."""
         lines = self.server.metrics.text().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.split("{")[0] == name)
-
-
-@contextlib.contextmanager
-def running(
-    engine: ToyEngine | None = None,
-    *,
-    keys: tuple[str, ...] = (),
-    tokenizer: Any = TOKENIZER,
-    **limits: Any,
-) -> Iterator[Running]:
-    """A server for the block."""
-    server = Running(engine or ToyEngine(), ServingLimits(**limits), keys, tokenizer)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 def text_of(tokens: list[int]) -> str:
