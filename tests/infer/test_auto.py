@@ -29,13 +29,9 @@ def test_ways_are_plain_the_own_shape_chains_and_a_tree():
     ways = auto.ways_of(OWN)
     assert ways[:2] == (NO_DRAFT, OWN) and DraftShape(8) in ways and len(set(ways)) == len(ways)
     assert sum(way.is_dynamic for way in ways) == 1
+    assert auto.ways_of(OWN, drafter("lookup")) == (NO_DRAFT, OWN)
     drawn = auto.ways_of(DraftShape(4, sampled=True))
     assert all(way.is_chain and (way.sampled or way == NO_DRAFT) for way in drawn)
-
-
-def test_a_drafter_without_weights_has_its_own_shape_alone():
-    assert auto.ways_of(OWN, drafter("lookup")) == (NO_DRAFT, OWN)
-    assert auto.ways_of(OWN, drafter("moa-0")) == auto.ways_of(OWN)
 
 
 @pytest.mark.parametrize(

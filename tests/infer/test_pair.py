@@ -56,15 +56,9 @@ def test_a_target_alone_gets_prompt_lookup_unless_drafting_is_split(monkeypatch,
         assert said == "--target without --draft; name its drafter"
 
 
-def test_depths():
-    depth = lambda *flags: pair.shape_of(parse(*flags), 4).depth
-    assert [depth(), depth("--depth", "1"), depth("--num-speculative-tokens", "4")] == [4, 1, 5]
-    assert pair.shape_of(parse(), None) == DraftShape(5)
-
-
 def test_tree_flags(tmp_path):
     shape = lambda *flags: pair.shape_of(parse("--mode", "tree", *flags), 4)
-    assert shape() == DraftShape(7, 8, 62)
+    assert shape() == DraftShape(7, 8, 62) and pair.shape_of(parse(), None) == DraftShape(5)
     assert shape("--depth", "3", "--breadth", "2", "--total-tokens", "5") == DraftShape(3, 2, 5)
     (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
     static = DraftShape.static([[0], [1], [0, 0]])
