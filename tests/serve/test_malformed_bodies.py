@@ -66,20 +66,16 @@ BOTH = {  # values of a field; the message begins with the field and the value
     "min_p": [-0.1],
     "top_k": [-2, False],
     "repetition_penalty": [0.0, 1e-300],
-    "presence_penalty": [2.1],
-    "frequency_penalty": [-2.1],
     "seed": [1.5, "x", 1 << 63, -(1 << 64), True],
     "max_tokens": [0, -5, 1.0, 1 << 40, 511],
     "max_completion_tokens": [-1],
     "stop": ["", [""], [3], ["x"] * 17, {}, "x" * 300, [HALF]],
     "stop_token_ids": [5, list(range(40))],
-    "ignore_eos": [1],
     "stream": ["true"],
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), [2.1, -2.1]),
+    **dict.fromkeys(("ignore_eos", "return_token_ids", "skip_special_tokens", "echo"), [1]),
     "stream_options": [[]],
     "logit_bias": [[], {"x": 1}, {"-1": 1}, {"5": 101}, {"5": None}, {HALF: 1}],
-    "return_token_ids": [0],
-    "skip_special_tokens": [0],
-    "echo": [1],
     "logprobs": [[]],
 }
 
@@ -101,11 +97,13 @@ ONE = [  # a path, fields, `param`, and how the message goes on after `param`
     (COMPLETIONS, {"model": "other"}, "model", ' "other" is not served here; ask for toy'),
     (COMPLETIONS, {"prompt": None}, "prompt", " is null: give a text or a list of token ids"),
     (COMPLETIONS, {"prompt": ""}, "prompt", ": the prompt is empty"),
-    (COMPLETIONS, {"prompt": []}, "prompt", ": the prompt is empty"),
     (COMPLETIONS, {"prompt": {}}, "prompt", " is {}: expected `str | array"),
-    (COMPLETIONS, {"prompt": [7, "x"]}, "prompt", ' holds "x"; give token ids from 0 to below'),
-    (COMPLETIONS, {"prompt": [VOCAB]}, "prompt", " holds 2048; "),
-    (COMPLETIONS, {"prompt": [[7], [-1]]}, "prompt[1]", " holds -1; "),
+    (
+        COMPLETIONS,
+        {"prompt": [[7], [VOCAB]]},
+        "prompt[1]",
+        " holds 2048; give token ids from 0 to below",
+    ),
     (COMPLETIONS, {"prompt": [True, 7]}, "prompt[0]", " is true: "),
     (COMPLETIONS, {"prompt": [HALF]}, "prompt[0]", ' is "\\ud800": '),
     (COMPLETIONS, {"prompt": [[7], [7] * 512]}, "prompt[1]", ": the prompt has 512 tokens, and"),
@@ -113,16 +111,13 @@ ONE = [  # a path, fields, `param`, and how the message goes on after `param`
     (COMPLETIONS, {"prompt": ["x"] * 100, "n": 2}, "n", " is 2 for 100 prompts"),
     (COMPLETIONS, {"best_of": 2}, "best_of", " is 2: give the same number as n"),
     (COMPLETIONS, {"max_tokens": 0, "echo": True}, "max_tokens", " is 0: give 1 or more; 0 goes"),
-    (COMPLETIONS, {"logprobs": 21}, "logprobs", " is 21: "),
     (COMPLETIONS, {"messages": HELLO}, "messages", " is not supported; leave it out"),
     (COMPLETIONS, {"max_completion_tokens": 4}, "max_tokens", " differs from max_completion"),
     (COMPLETIONS, {"stop_token_ids": [5, "x"]}, "stop_token_ids", ' holds "x"; give token ids'),
     (COMPLETIONS, {"logit_bias": {"3000": 1}}, "logit_bias", " names 3000: the ids end at 2048"),
     (COMPLETIONS, {"stream_options": {}}, "stream_options", " goes with stream; "),
     (CHATS, {"messages": []}, "messages", " is []: expected `array` of length >= 1"),
-    (CHATS, {"messages": None}, "messages", " is null: give a list of messages"),
     (CHATS, {"messages": ["Hello."]}, "messages[0]", ' is "Hello.": give an object'),
-    (CHATS, hello_and(role=None), "messages[1].role", " is null: give system, user or assistant"),
     (CHATS, hello_and(role="tool"), "messages[1].role", ' is "tool": '),
     (CHATS, hello_and(content=None), "messages[1].content", " is null: give text of Unicode"),
     (CHATS, hello_and(content=HALF), "messages[1].content", ' is "\\ud800": expected Unicode'),
@@ -135,7 +130,6 @@ ONE = [  # a path, fields, `param`, and how the message goes on after `param`
     (CHATS, {"add_special_tokens": True}, "add_special_tokens", " is not supported; "),
     ("/tokenize", {"messages": HELLO}, "prompt", " and messages; give one of them"),
     ("/tokenize", {"prompt": HALF}, "prompt", ' is "\\ud800": expected Unicode'),
-    ("/detokenize", {"tokens": "x"}, "tokens", ' is "x": '),
     ("/detokenize", {"tokens": [5000]}, "tokens", " holds 5000; "),
 ]
 
@@ -176,24 +170,14 @@ def malformed(draw: random.Random, path: str) -> bytes:
     return data[: draw.randrange(len(data))] if draw.random() < 0.2 else data
 
 
-def send_malformed(
-    client: httpx.Client, draw: random.Random, count: int
-) -> Counter[tuple[str, int]]:
-    """Sends `count` such bodies; each has an answer or an error of OpenAI's shape."""
-    statuses: Counter[tuple[str, int]] = Counter()
-    headers = {"content-type": "application/json"}
-    for _ in range(count):
+def test_a_thousand_malformed_bodies_leave_the_server_as_it_was(server):
+    """Each has an answer or an error of OpenAI's shape."""
+    draw, statuses = random.Random(5), Counter()
+    for _ in range(1000):
         path = draw.choice(list(BODIES))
-        data = malformed(draw, path)
-        response = client.post(path, content=data, headers=headers)
+        response = server.post(path, malformed(draw, path))
+        statuses[path, response.status_code] += 1
         if response.status_code != 200:
             error_of(response, 404 if response.status_code == 404 else 400)
-        statuses[path, response.status_code] += 1
-    return statuses
-
-
-def test_a_thousand_malformed_bodies_leave_the_server_as_it_was(server):
-    with httpx.Client(base_url=server.url, timeout=30) as client:
-        statuses = send_malformed(client, random.Random(5), 1000)
     for path in BODIES:  # some were right after all
         assert statuses[path, 200] > 30 and statuses[path, 400] > 50

