@@ -77,12 +77,6 @@ def crowd(
     return [*(functools.partial(again, each) for each in doing), *slow]
 
 
-def resident(pid: int) -> float:
-    """Resident MiB of a process."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def memory_under(served: ServedProgram, running: list[Future[int]]) -> list[float]:
     """MiB, read while clients run for SOAK_SECONDS in which the server makes no program."""
     sizes, programs, begin = [], 0.0, time.monotonic()
@@ -91,7 +85,8 @@ def memory_under(served: ServedProgram, running: list[Future[int]]) -> list[floa
         if (now := served.metric("moa:programs_total")) != programs:
             sizes, programs, begin = [], now, time.monotonic()
         assert time.monotonic() < latest, f"programs are still made after {programs:.0f}"
-        sizes.append(resident(served.process.pid))
+        pages = int(Path(f"/proc/{served.process.pid}/statm").read_text().split()[1])
+        sizes.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
         time.sleep(0.5)
     return sizes
 

@@ -98,12 +98,7 @@ ONE = [  # a path, fields, `param`, and how the message goes on after `param`
     (COMPLETIONS, {"prompt": None}, "prompt", " is null: give a text or a list of token ids"),
     (COMPLETIONS, {"prompt": ""}, "prompt", ": the prompt is empty"),
     (COMPLETIONS, {"prompt": {}}, "prompt", " is {}: expected `str | array"),
-    (
-        COMPLETIONS,
-        {"prompt": [[7], [VOCAB]]},
-        "prompt[1]",
-        " holds 2048; give token ids from 0 to below",
-    ),
+    (COMPLETIONS, {"prompt": [[7], [VOCAB]]}, "prompt[1]", " holds 2048; give token ids"),
     (COMPLETIONS, {"prompt": [True, 7]}, "prompt[0]", " is true: "),
     (COMPLETIONS, {"prompt": [HALF]}, "prompt[0]", ' is "\\ud800": '),
     (COMPLETIONS, {"prompt": [[7], [7] * 512]}, "prompt[1]", ": the prompt has 512 tokens, and"),

@@ -15,21 +15,11 @@ import pytest
 from infer.http.address import bind
 from infer.http.run import serve_until_signal
 
-
-@pytest.fixture
-def files(tmp_path) -> dict[str, str]:
-    """Files that --api-key-file names, all of them bad."""
-    texts = {"empty": "# none\n", "words": "two words"}
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    return {name: str(tmp_path / name) for name in (*texts, "absent")}
-
-
 REFUSED = {  # flags, and what the one line says
     "--host 0.0.0.0": "lets other machines in; give --api-key-file, or --open",
-    "--api-key-file {absent}": "no such file",
-    "--api-key-file {empty}": "it holds no keys; write one a line",
-    "--api-key-file {words}": "each one word of printable ASCII",
+    "--api-key-file TMP/absent": "no such file",
+    "--api-key-file TMP/empty": "it holds no keys; write one a line",
+    "--api-key-file TMP/words": "each one word of printable ASCII",
     "--port 70000": "not a port from 0 to 65535",
     "--request-seconds 0": "not a number above 0",
     "--port 0 --mode plain --max-prompt 5000": "--max-prompt 5000: prompts of at most 1023 tokens",
@@ -38,8 +28,11 @@ REFUSED = {  # flags, and what the one line says
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_bad_flags_are_refused_with_one_line(line, files, run):
-    assert REFUSED[line] in run("infer.serve", *line.format(**files).split()).refusal()
+def test_bad_flags_are_refused_with_one_line(line, tmp_path, run):
+    for name, text in {"empty": "# none\n", "words": "two words"}.items():
+        (tmp_path / name).write_text(text)
+    flags = line.replace("TMP", str(tmp_path)).split()
+    assert REFUSED[line] in run("infer.serve", *flags).refusal()
 
 
 def test_a_port_in_use_is_refused(run):

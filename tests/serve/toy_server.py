@@ -24,7 +24,6 @@ from infer.openai.model import Model
 from moa_jax.config import DraftShape
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.logprobs import TokenLogprob
-from moa_jax.decode.sampling import Sampling
 from moa_jax.engine import EngineStats, QueueFull, Request, RequestHandle, RequestOutput
 from tests.meeting import PATIENCE, wait_for
 
@@ -45,19 +44,15 @@ STATS = {
 LONG = {"prompt": [7, 8], "max_tokens": 400, "ignore_eos": True, "seed": 1}
 
 
-def next_token(tokens: list[int], sampling: Sampling) -> int:
-    """What the toy model says: a hash of the last tokens and the settings; one in 40 is the end."""
+def answer_of(request: Request) -> list[int]:
+    """The toy model's answer: hashes of the last tokens and the settings; one in 40 is the end."""
+    text, sampling = list(request.prompt_ids), request.sampling
     if not sampling.temperature:
         sampling = dataclasses.replace(sampling, seed=0)
-    said = hashlib.sha256(repr((tokens[-2:], len(tokens), sampling)).encode()).digest()
-    return EOS if said[0] % 40 == 0 else FIRST + int.from_bytes(said[1:5]) % (VOCAB - FIRST)
-
-
-def answer_of(request: Request) -> list[int]:
-    """The toy model's answer."""
-    text = list(request.prompt_ids)
-    while len(text) < len(request.prompt_ids) + request.max_new_tokens:
-        text.append(next_token(text, request.sampling))
+    for length in range(len(text), len(text) + request.max_new_tokens):
+        said = hashlib.sha256(repr((text[-2:], length, sampling)).encode()).digest()
+        is_end = said[0] % 40 == 0
+        text.append(EOS if is_end else FIRST + int.from_bytes(said[1:5]) % (VOCAB - FIRST))
         if text[-1] in request.stop_ids:
             break
     return text[len(request.prompt_ids) :]
