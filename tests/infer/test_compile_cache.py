@@ -72,17 +72,10 @@ def test_without_a_folder_to_write_there_is_no_cache(tmp_path):
     assert start(1, XDG_CACHE_HOME=str(tmp_path / "file")) == {"hits": 0, "folder": None}
 
 
-@pytest.fixture
-def fresh(monkeypatch, tmp_path) -> Path:
-    """No variable is set, and what the module sets is undone; gives the user's cache folder."""
-    set_of_jax = []
-    monkeypatch.setattr(jax.config, "update", lambda *setting: set_of_jax.append(setting))
+def test_what_a_kill_left_behind_is_removed(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
     monkeypatch.setattr(os, "environ", environment | {"XDG_CACHE_HOME": str(tmp_path)})
-    return tmp_path
-
-
-def test_what_a_kill_left_behind_is_removed(fresh):
     folder = compile_cache.default_folder()
     folder.mkdir(parents=True)
     for name in ("whole-cache", "whole-atime", "cut-cache", "young-cache"):

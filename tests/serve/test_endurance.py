@@ -55,23 +55,23 @@ def crowd(
 ) -> list[Callable[[], int]]:
     """Clients that come until it is over, each a function that says how often it came."""
 
-    def again(do: Callable[[httpx.Client, int], None], receive_bytes: int = 1 << 18) -> int:
+    def again(do: Callable[[httpx.Client], None], receive_bytes: int = 1 << 18) -> int:
         with served.client(receive_bytes) as client:
             for count in itertools.count():
                 if is_over.is_set():
                     return count
-                do(client, count)
+                do(client)
 
-    def ask(client: httpx.Client, count: int) -> None:
-        found = asks[count * 7 % len(asks)]
+    def ask(client: httpx.Client) -> None:
+        found = draw.choice(asks)
         assert_right(found, answer(client, found))
 
-    def read_slowly(client: httpx.Client, count: int) -> None:
-        found = dataclasses.replace(asks[count % len(asks)], stream=True, leaves_after=None)
+    def read_slowly(client: httpx.Client) -> None:
+        found = dataclasses.replace(draw.choice(asks), stream=True, leaves_after=None)
         assert_right(found, answer(client, found, pause=0.02))
 
     draw = random.Random(1)
-    leave = lambda *_: vanish(served, draw)
+    leave = lambda _: vanish(served, draw)
     doing = [ask] * 8 + [leave] * 3
     slow = [functools.partial(again, read_slowly, 4096)] * 2
     return [*(functools.partial(again, each) for each in doing), *slow]
@@ -80,7 +80,7 @@ def crowd(
 def memory_under(served: ServedProgram, running: list[Future[int]]) -> list[float]:
     """MiB, read while clients run for SOAK_SECONDS in which the server makes no program."""
     sizes, programs, begin = [], 0.0, time.monotonic()
-    latest = begin + 3 * SOAK_SECONDS + 120
+    latest = begin + 3 * SOAK_SECONDS + 240
     while time.monotonic() < begin + SOAK_SECONDS and not any(each.done() for each in running):
         if (now := served.metric("moa:programs_total")) != programs:
             sizes, programs, begin = [], now, time.monotonic()

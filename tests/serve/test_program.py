@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from argparse import Namespace
 from typing import Any
 
@@ -33,13 +32,6 @@ def test_bad_flags_are_refused_with_one_line(line, tmp_path, run):
         (tmp_path / name).write_text(text)
     flags = line.replace("TMP", str(tmp_path)).split()
     assert REFUSED[line] in run("infer.serve", *flags).refusal()
-
-
-def test_a_port_in_use_is_refused(run):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        said = run("infer.serve", "--port", port).refusal()
-    assert f"port {port} of 127.0.0.1 is in use" in said
 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
