@@ -12,12 +12,7 @@ import pytest
 from moa_jax.config import Sampling
 from moa_jax.engine import Request
 from tests.serve.served_program import HELLO, HELLO_IDS, KEY, alone, program, start_program
-from tests.serve.toy_server import (
-    EOS,
-    Running,
-    answer_of,
-    text_of,
-)
+from tests.serve.toy_server import EOS, Running, answer_of, text_of
 
 
 def client_of(url: str) -> openai.OpenAI:
@@ -55,10 +50,13 @@ def test_a_server_that_was_killed_starts_again_on_its_port(tmp_path):
         return found
 
     wanted, _ = alone(tuple(HELLO_IDS), 12, Sampling(), False)
-    with client:
+    try:
         assert text(12) == wanted
         with pytest.raises((httpx.TransportError, openai.APIError)):
             text(150, process.kill)
         assert process.wait(30) == -signal.SIGKILL
         with program(tmp_path, port=ready["port"]):
             assert text(12) == wanted
+    finally:
+        client.close()
+        process.kill()
