@@ -28,7 +28,6 @@ from tests.oracle import random_pair
 from tests.pairs import PROMPTS
 
 IDS = np.arange(0, 300, 2, dtype=np.int32)  # half of the target's tokens
-SHAPES = {"chain": ["--depth", "3"], "tree": ["--depth", "3", "--breadth", "3"]}
 
 
 @pytest.fixture(scope="module")
