@@ -48,6 +48,7 @@ def test_requests_are_answered_at_a_hasty_end(numbers, capsys):
     async def serve_one() -> tuple[int, int]:
         args = Namespace(host="127.0.0.1", port=0, tls_cert=None, tls_key=None, ready_file=None)
         with bind("127.0.0.1", 0) as listener:
+            listener.listen()  # so that a client may connect before the server is ready
             rest = (("http", "/"), asyncio.Event().wait)  # a drain without an end
             serving = serve_until_signal(args, listener, app, *rest, stop=stopped.set)
             code = asyncio.create_task(serving)
