@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import pytest
 
-from infer.bench import compare as comparison
 from infer.cli.flags import auto, pair
 from infer.cli.program import Parser
-from moa_jax import Result
 from moa_jax.config import DraftShape
-from moa_jax.decode.generation import Call
 from moa_jax.decode.session import Session
-from moa_jax.errors import InputError
 from moa_jax.speculation.calibrate import TURNS
 from moa_jax.speculation.controller import NO_DRAFT
 from tests.decode.test_chunks import drafter, target
@@ -33,13 +29,9 @@ def test_ways_are_plain_the_own_shape_chains_and_a_tree():
     ways = auto.ways_of(OWN)
     assert ways[:2] == (NO_DRAFT, OWN) and DraftShape(8) in ways and len(set(ways)) == len(ways)
     assert sum(way.is_dynamic for way in ways) == 1
+    assert auto.ways_of(OWN, drafter("lookup")) == (NO_DRAFT, OWN)
     drawn = auto.ways_of(DraftShape(4, sampled=True))
     assert all(way.is_chain and (way.sampled or way == NO_DRAFT) for way in drawn)
-
-
-def test_a_drafter_without_weights_has_its_own_shape_alone():
-    assert auto.ways_of(OWN, drafter("lookup")) == (NO_DRAFT, OWN)
-    assert auto.ways_of(OWN, drafter("moa-0")) == auto.ways_of(OWN)
 
 
 @pytest.mark.parametrize(
@@ -110,16 +102,11 @@ def test_other_models_weights_and_cores_have_costs_of_their_own(tmp_path, monkey
 
 def test_without_a_compile_cache_costs_stay_in_memory(monkeypatch):
     monkeypatch.undo()  # of the folder that conftest.py takes away
-    was = jax.config.jax_compilation_cache_dir
-    try:
-        jax.config.update("jax_compilation_cache_dir", None)
-        assert auto.folder() is None
-        jax.config.update("jax_compilation_cache_dir", "gs://bucket/somewhere")
-        assert auto.folder() is None
-        jax.config.update("jax_compilation_cache_dir", "somewhere")
-        assert str(auto.folder()) == "somewhere/costs"
-    finally:
-        jax.config.update("jax_compilation_cache_dir", was)
+    places = {None: None, "gs://bucket/somewhere": None, "somewhere": Path("somewhere/costs")}
+    for place, found in places.items():
+        held = SimpleNamespace(jax_compilation_cache_dir=place, jax_enable_compilation_cache=True)
+        monkeypatch.setattr(auto, "jax", SimpleNamespace(config=held))
+        assert auto.folder() == found
 
 
 def test_a_chat_measures_while_a_user_types(capsys, timed):
@@ -131,89 +118,3 @@ def test_a_chat_measures_while_a_user_types(capsys, timed):
     assert timed == [1] * len(session.ways) * (1 + TURNS)
     assert session.costs.ms(1, NO_DRAFT, 64) == 1.0
     assert capsys.readouterr().err == ""
-
-
-def test_a_chat_that_ends_stops_measuring(capsys, timed, monkeypatch, caplog):
-    session = session_of(None)
-    monkeypatch.setattr(auto.threading, "main_thread", lambda: SimpleNamespace(is_alive=bool))
-    auto.fill_meanwhile(session)
-    session.background.wait()
-    assert not timed and session.costs.entries() == [] and not caplog.records
-
-
-class Timed:
-    """A generation of a number of rounds, of which each has a time."""
-
-    def __init__(self, seconds: list[float]) -> None:
-        self.seconds, self.taken = seconds, []
-
-    def take(self, shape, rounds):
-        spent = self.seconds[sum(self.taken) :][:rounds]
-        self.taken.append(len(spent))
-        return Call(shape, len(spent), sum(spent))
-
-
-@pytest.mark.parametrize(
-    "shape, seconds, found",
-    [
-        (OWN, [1.0] * 16 + [0.25] * 8 + [9.0], 0.25),  # a CPU's caches warm up
-        (DraftShape(64), [1.0, 1.0, 0.25, 9.0], 0.25),  # few rounds fit if all drafts are accepted
-        (OWN, [0.5] * 3, 0.5),  # small caches end the answers early
-    ],
-)
-def test_a_round_is_timed_after_rounds_that_do_not_count(shape, seconds, found, monkeypatch):
-    session = Session(target(), drafter("moa-0"), OWN, ways=(shape,))
-    begun = Timed(seconds)
-    monkeypatch.setattr(session, "begin", lambda *arguments, teaches: begun)
-    assert session.seconds_of_a_round(1, shape, 64) == found
-
-
-class Fake:
-    """A session that answers any prompt with these tokens."""
-
-    def __init__(self, tokens: list[int], accepted: list[int]) -> None:
-        self.tokens, self.accepted = tokens, accepted
-
-    def generate(self, prompts, count, **settings):
-        self.settings = settings
-        drafted = [3] * len(self.accepted)
-        return [Result(prompts[0], self.tokens, "stop", self.accepted, 0.1, 0.5, drafted)]
-
-    background = SimpleNamespace(wait=lambda: None)
-
-
-@pytest.mark.parametrize("tokens, word", [([7, 8, 9, 3], "the same"), ([7, 8, 9, 4], "DIFFERENT")])
-def test_a_comparison_says_what_it_saw(monkeypatch, tokens, word):
-    monkeypatch.setattr(comparison, "SECONDS", 0.0)
-    ways = {"plain": Fake([7, 8, 9, 3], [1, 1, 1]), "auto": Fake(tokens, [3])}
-    said = comparison.compare_in_turns(ways, [[1], [2, 3]], 9, lambda index: {"sampling": index})
-    plain, drafted, sentence = said.splitlines()[2:]
-    assert plain.startswith("| plain | 6.0 (6.0 to 6.0) | 1.00 ") and "| 1.00 | 2/2 |" in plain
-    assert drafted.startswith("| auto | 6.0 ") and "| 3.00 |" in drafted
-    assert f"auto writes {word} tokens, 1.00 x as fast" in sentence
-    assert "2 prompts, once each" in sentence and ways["auto"].settings == {"sampling": 1}
-
-
-def test_bundled_questions_are_one_of_each_set(monkeypatch):
-    monkeypatch.setattr(comparison, "asking", lambda text, tokenizer: text)
-    found = comparison.bundled_questions(None)
-    assert len(set(found)) == len(found) == 6
-
-
-@pytest.mark.slow
-def test_timed_rounds_are_not_observed(monkeypatch):
-    """Random prompts say nothing about the drafter."""
-    session = Session(target(), drafter("moa-0"), OWN, ways=(DraftShape(3, 2, 4),))
-    monkeypatch.setattr(session.controller, "observe", None)
-    monkeypatch.setattr(session.costs, "update", None)
-    for shape in session.ways:
-        assert 0 < session.seconds_of_a_round(2, shape, 64) < 10
-
-
-@pytest.mark.slow
-def test_timing_needs_room():
-    small = Session(target(), drafter("moa-0"), OWN, ways=(DraftShape(3),), cache_rows=128)
-    assert all(small.seconds_of_a_round(1, shape, 64) > 0 for shape in small.ways)
-    small = Session(target(), drafter("moa-0"), OWN, ways=(DraftShape(64, 2),), cache_rows=128)
-    with pytest.raises(InputError, match="make them larger"):
-        small.seconds_of_a_round(1, OWN, 64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -59,29 +58,18 @@ def against(folder: Path, *flags: object, target: str = "target") -> list[object
 
 
 def test_a_target_equals_transformers_and_its_golden_file(ask, folder, tmp_path):
-    models = ["--target", folder / "target"]
-    assert_equals_transformers(ask, models, ["--prompt-ids", "9,8,7"], tmp_path)
-
-
-@pytest.mark.slow
-def test_the_bundled_pair_equals_transformers_and_its_golden_file(ask, tmp_path):
-    assert_equals_transformers(ask, [], ["--prompt", "Hello! I need a room."], tmp_path)
-
-
-def assert_equals_transformers(
-    ask: Callable, models: list[object], prompt_flags: list[str], tmp_path: Path
-) -> None:
     """And then the golden file that was written of transformers."""
-    path, flags = tmp_path / "golden.jsonl", [*models, "--max-new-tokens", "6", "--json"]
-    code, out, _ = ask(*flags, *prompt_flags, "--reference", "transformers", "--write-golden", path)
+    path = tmp_path / "golden.jsonl"
+    flags = ["--target", folder / "target", "--max-new-tokens", "6", "--json"]
+    theirs = ["--reference", "transformers", "--write-golden", path]
+    code, out, _ = ask(*flags, "--prompt-ids", "9,8,7", *theirs)
     whole = json.loads(out)
     assert code == 0 and out.count("\n") == 1
     assert whole.keys() == {"passed", "prompts", "all", "thresholds", "settings"}
     (prompt,) = whole["prompts"]
     assert prompt.keys() == {"prompt_ids", "token_ids", "figures", "differences", "faults"}
     assert prompt["figures"].keys() == FIGURES and prompt["figures"] == whole["all"]
-    kinds = ["chain"] if models else ["chain", "tree"]  # prompt lookup drafts no trees
-    assert prompt["differences"] == dict.fromkeys(kinds) and prompt["faults"] == []
+    assert prompt["differences"] == {"chain": None} and prompt["faults"] == []
     assert whole["all"]["tokens"] == len(prompt["prompt_ids"]) + len(prompt["token_ids"])
     assert 0 < whole["all"]["mean_kl"] < 1e-9 and 0 < whole["all"]["logit_difference"] < 1e-3
     assert "transformers" in whole["settings"]["made_by"] and whole["settings"]["kl"] == "whole"
@@ -183,28 +171,16 @@ def test_a_figure_that_is_not_a_number_is_a_fault():
 # ---- refusals ---------------------------------------------------------------------------------
 
 
-def one_line(err: str) -> str:
-    """The refusal on stderr, which follows the notice that prompt lookup drafts."""
-    *notices, line = err.splitlines()
-    assert all(each.startswith("no --draft: ") for each in notices), err
-    return line
-
-
-def test_a_golden_file_of_another_vocabulary_is_refused(ask, folder, tmp_path):
-    said = refusal(golden.read, folder / "golden.jsonl", describe_target(DEMO / "target"))
-    assert "was made with another target: vocab_size is 101 in the file" in said
+def test_a_golden_file_of_another_vocabulary_is_refused(folder, tmp_path):
     demo = describe_target(DEMO / "target")
+    said = refusal(golden.read, folder / "golden.jsonl", demo)
+    assert "was made with another target: vocab_size is 101 in the file" in said
     about = {"made_by": "a test", "dtype": "float32", **golden.model_of(demo)}
     top = fidelity.TopLogits(np.arange(6).reshape(2, 3), np.ones((2, 4)))
-    golden.write(tmp_path / "g.jsonl", about, [golden.GoldenPrompt([1], [2], top)])
-    assert golden.read(tmp_path / "g.jsonl", demo).prompts[0].token_ids == [2]
-    prompts = golden.read(tmp_path / "g.jsonl", demo).prompts
+    prompts = [golden.GoldenPrompt([1], [2], top)]
     golden.write(tmp_path / "g.jsonl", about | {"vocabulary_sha256": "0" * 64}, prompts)
-    assert "vocabulary is 000000000000 in the file" in refusal(
-        golden.read, tmp_path / "g.jsonl", demo
-    )
-    code, out, err = ask("--reference", folder / "golden.jsonl")
-    assert code == 2 and not out and "another target" in one_line(err)
+    said = refusal(golden.read, tmp_path / "g.jsonl", demo)
+    assert "vocabulary is 000000000000 in the file" in said
 
 
 @pytest.mark.parametrize(
@@ -213,20 +189,14 @@ def test_a_golden_file_of_another_vocabulary_is_refused(ask, folder, tmp_path):
         (lambda lines: "".join(lines)[:-200], "line 3"),
         (lambda lines: "".join(lines[:2]), "holds 1 of 2 prompts"),
         (lambda lines: "".join(lines[1:]), "is not a golden file"),
-        (lambda lines: "", "is not a golden file"),
-        (lambda lines: "[1]\n", "line 1"),
         (lambda lines: "".join(lines).replace('"version": 1', '"version": 2'), "format version 2"),
-        (lambda lines: "".join(lines).replace("[5, 6, 7]", "[5, 6]"), "line 2 is not a prompt"),
         (lambda lines: "".join(lines).replace("[60, 3]", "[60, 101]"), "line 3 is not a prompt"),
         (lambda lines: "".join(lines).replace('"logits"', '"other"'), "line 2 is not a prompt"),
-        (lambda lines: "".join(lines).replace("[60, 3]", '"60"'), "line 3 is not a prompt"),
-        (lambda lines: "".join(lines).replace("[60, 3]", "[60, 3.5]"), "line 3 is not a prompt"),
         (lambda lines: "".join(lines).replace('"target": {', '"other": {'), "first line"),
-        (lambda lines: "".join(lines).replace('"made_by"', '"other"'), "first line"),
     ],
 )
 def test_a_damaged_golden_file_is_refused(ask, folder, tmp_path, lines, damage, fault):
     path = tmp_path / "golden.jsonl"
     path.write_text(damage(lines))
-    code, out, err = ask("--target", folder / "target", "--reference", path)
-    assert code == 2 and not out and fault in one_line(err)
+    done = ask("--target", folder / "target", "--reference", path)
+    assert not done.out and fault in done.refusal()

@@ -74,7 +74,6 @@ def test_a_question_stands_behind_its_history(tmp_path):
     ("record", "fault"),
     [
         ({"messages": [ANSWER]}, "a record without a user message"),
-        ({"nothing": 1}, "a record of unknown style"),
         ({"messages": [question(" ")]}, "a message without text"),
     ],
 )
@@ -88,12 +87,6 @@ def test_a_bad_record_is_left_out_and_named(tmp_path, capsys, record, fault):
     assert line.startswith(f"1 of 3 records left out: {fault}") and "line 3)" in line
     with pytest.raises(InputError, match=f"none of 1 records .* of 1: {fault}"):
         list(conversations.questions_of(write(tmp_path / "bad.jsonl", record), ()))
-
-
-def test_questions_that_are_all_too_long_are_refused(pair, tmp_path):
-    file = write(tmp_path / "talks.jsonl", {"messages": [question("1" * 400)]})
-    with pytest.raises(InputError, match=r"talks.jsonl: no question is left \(.*than 256 tokens"):
-        evaluate.main([*pair, "--conversations", file, "--output", str(tmp_path / "run")])
 
 
 def test_repeated_grams_are_counted():

@@ -3,24 +3,16 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from infer import evaluate
 from infer.bench import candidates
 from infer.bench.candidates import Candidate
-from infer.bench.question_runner import QuestionRunner
-from infer.bench.suites import Question
-from moa_jax import InputError, Result, Session, load_drafter, load_target
-from moa_jax.config import Sampling
-from moa_jax.data import chat
+from moa_jax import Session, load_drafter, load_target
 from moa_jax.data.tokenizer import load_tokenizer
-from moa_jax.decode.draft_vocabulary import save_vocabulary, vocabulary_of
 from moa_jax.pretrained import save_drafter
-from tests.model_folders import refusal
 
 DIGITS = "1234567 " * 4  # a token each, so that all prompts are alike
 QUESTIONS = [
@@ -98,24 +90,6 @@ def test_answers_and_report(finished):
     assert "| decoder | talk | all |" in (finished / "report.md").read_text()
 
 
-def test_a_report_is_written_where_no_picture_can_be_drawn(resumed, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-
-    def fails(document: dict[str, Any]) -> None:
-        raise RuntimeError("no picture")
-
-    reports: list[Path] = []
-
-    def forget(folder: Path) -> None:
-        reports.append(folder / "report.md")
-        reports[0].unlink()
-
-    monkeypatch.setattr(evaluate.plots, "speed_figure", fails)
-    with pytest.raises(RuntimeError, match="no picture"):
-        resumed(change=forget)
-    assert json.loads(capsys.readouterr().out) and reports[0].exists()
-
-
 def test_a_second_turn_follows_our_answer(folder, finished):
     """It is asked behind the first answer's text, without its end mark."""
     tokenizer = load_tokenizer(folder / "target")
@@ -138,19 +112,6 @@ def test_a_finished_run_is_only_told_again(resumed, finished, monkeypatch):
     assert document == json.loads((finished / "report.json").read_text())
     for path in (finished / "talk").iterdir():
         assert (folder / "talk" / path.name).read_bytes() == path.read_bytes()
-
-
-def test_longer_prompts_are_left_out_and_told(resumed, finished):
-    length = lines(finished / "talk" / "plain.jsonl")[0]["choices"][0]["prompt_tokens"][0]
-    code, document, folder = resumed("--max-prompt", str(length))  # the other two have one more
-    assert not code and [row["questions"] for row in document["rows"]] == [1] * 4
-    why = f"first prompt longer than {length} tokens (--max-prompt)"
-    assert [(each["question_id"], each["why"]) for each in document["skipped"]] == [
-        (number, why) for number in (2, 3, 4)
-    ]
-    assert f"Skipped, {why}: 3 (talk 2, 3, 4)." in (folder / "report.md").read_text()
-    with pytest.raises(InputError, match=r"no question is left \(first prompt longer than 3"):
-        resumed("--max-prompt", "3")
 
 
 @pytest.mark.slow
@@ -189,21 +150,12 @@ def test_a_changed_answer_is_noticed(folder, tmp_path, monkeypatch, capsys):
     assert "1 answers DIFFER" in (tmp_path / "run" / "report.md").read_text()
 
 
-def test_questions_that_are_all_too_long_are_refused(folder, tmp_path):
-    (tmp_path / "long.jsonl").write_text(json.dumps(QUESTIONS[2]) + "\n")
-    more = flags(folder, tmp_path / "run", "--suite", str(tmp_path / "long.jsonl"))
-    line = refusal(evaluate.main, more)
-    assert "no question is left (too long for the target); use" in line
-
-
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
         ("a=b,method=moa,n=3", ("a", "b", {"method": "moa", "target_layer_inference": 3})),
         ("b,n=0", (None, "b", {"target_layer_inference": 0})),
-        ("a=x/b,c=d/e", ("a", "x/b,c=d/e", {})),
         ("a=kept,n=1", ("a", "kept,n=1", {})),
-        ("kept,n=1", (None, "kept,n=1", {})),
         ("who/model", (None, "who/model", {})),
     ],
 )
@@ -228,81 +180,3 @@ def test_each_drafter_has_options_of_its_own(folder, tmp_path):
         name: c.drafter.config.target_layer_inference for name, c in found.items() if c.drafter
     }
     assert reused == {"a-chain": 0, "b-chain": 2, "c-chain": 0}
-
-
-def test_a_draft_vocabulary_is_for_those_that_can_take_it(folder, tmp_path, capsys):
-    target = load_target(folder / "target")
-    vocabulary = vocabulary_of(np.arange(5, dtype=np.int32), target)
-    file = save_vocabulary(tmp_path / "few.safetensors", vocabulary)
-    where = ["--target", f"{folder}/target", "--draft-vocabulary", str(file), "--draft", "lookup"]
-    found = loaded(*where, "--draft", f"a={folder}/draft")
-    assert "lookup has a head of its own: --draft-vocabulary is not" in capsys.readouterr().err
-    narrowed = {name: c.session.weights.vocabulary is not None for name, c in found.items()}
-    assert narrowed == {"plain": False, "lookup-chain": False, "a-chain": True}
-    with pytest.raises(InputError, match="kind lookup has a head of its own"):
-        loaded(*where)
-
-
-class ScriptedSession:
-    """Stands for a session: its first answer to prompts of a length costs a compile."""
-
-    def __init__(self, log: list[str], name: str) -> None:
-        self.shape = SimpleNamespace(num_rows=1)
-        self.log, self.name, self.lengths = log, name, set()
-
-    @property
-    def num_compiled(self) -> int:
-        return len(self.lengths)
-
-    def generate(self, prompts, wanted, **settings) -> list[Result]:
-        first = len(prompts[0]) not in self.lengths
-        self.lengths.add(len(prompts[0]))
-        self.log.append(self.name)
-        return [Result(prompts[0], [5, 4], "stop", [1], 100.0 if first else 1.0, 1.0, [1])]
-
-
-@pytest.fixture
-def scripted(folder) -> tuple[QuestionRunner, list[str]]:
-    """An interview of three, and the log of who answers."""
-    log: list[str] = []
-    entered = [Candidate(name, None, ScriptedSession(log, name)) for name in ("plain", "b", "c")]
-    target, tokenizer = load_target(folder / "target"), load_tokenizer(folder / "target")
-    how = (Sampling(), 64, [], None, None, None, True)
-    return QuestionRunner(target, tokenizer, entered, *how), log
-
-
-def test_drawn_candidates_are_not_compared(scripted):
-    question = Question("x", 1, "", "x", ("Hello!",))
-    for comparable, same in ((True, True), (False, None)):
-        found = scripted[0]._replace(comparable=comparable).ask(question, 0)
-        assert [answer.same_as_plain for answer in found.values()] == [True, same, same]
-
-
-def test_what_was_said_before_is_in_the_prompt(scripted):
-    interview, _ = scripted
-    question = Question("x", 1, "", "x", ("And?",), (("user", "Hi!"), ("assistant", "Yes.")))
-    talk = [("user", "Hi!"), ("assistant", "Yes."), ("user", "And?")]
-    messages = [{"role": role, "content": content} for role, content in talk]
-    prompt = chat.prompt_ids(interview.tokenizer, messages)
-    assert interview.first_prompt(question) == prompt
-    answer = interview.ask(question, 0)["plain"]
-    assert answer.results[0].prompt_ids == prompt and len(answer.texts) == 1
-
-
-def test_turns_rotate_and_no_first_run_is_timed(scripted):
-    interview, log = scripted
-    orders = []
-    for index in range(3):
-        log.clear()
-        answers = interview.ask(Question("x", index, "", "x", ("Hello!",)), index)
-        for answer in answers.values():
-            assert sum(each.prefill_s + each.decode_s for each in answer.results) == 2.0
-        orders.append(list(dict.fromkeys(log)))
-    assert orders == [["plain", "b", "c"], ["b", "c", "plain"], ["c", "plain", "b"]]
-    prompt = [3] * 500
-    assert interview.room(prompt[:400]) == 64
-    assert interview.room(prompt[:490]) == 22
-    assert interview.room(prompt) == 0
-    narrow = interview._replace(cache_rows=101)
-    rooms = [narrow.room(prompt[:length]) for length in (30, 60, 65, 100)]
-    assert rooms == [64, 40, 35, 0]

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from infer import info
-from infer.cli import program
 
 SIZES = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 
@@ -41,13 +40,6 @@ def test_text_names_what_is_missing(monkeypatch, tmp_path, capsys):
     assert facts["data"] == str(tmp_path)
 
 
-def test_text_describes_a_model(model, capsys):
-    info.main(["--draft", str(model)])
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.split(maxsplit=1)[0] == "draft"
-    assert "3.0 MiB, model_type llama, vocab_size 64, hidden_size 32" in line
-
-
 def test_loading_is_timed_when_asked(saved, capsys):
     target = str(saved / "llama" / "target")
     info.main(["--json", "--load", "--target", target, "--draft", target])
@@ -57,22 +49,3 @@ def test_loading_is_timed_when_asked(saved, capsys):
     assert loading["seconds"] * loading["bytes_per_s"] == pytest.approx(size)
     line = info.render(report).splitlines()[-1]
     assert line.split()[0] == "loading" and line.endswith("GB/s")
-
-
-def test_a_folder_without_a_config_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit) as exit:
-        program.run(info.main, ["--target", str(tmp_path)])
-    assert exit.value.code == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.count("\n") == 1
-    assert shown.err.startswith("infer.info: ") and "config.json" in shown.err
-
-
-def test_a_device_that_fails_is_reported(monkeypatch):
-    def devices():
-        raise RuntimeError("no backend:\ndriver too old")
-
-    monkeypatch.setattr("jax.devices", devices)
-    report = info.collect()
-    assert report["devices"] == [] and report["device_error"] == "no backend: driver too old"
-    assert "none: no backend: driver too old" in info.render(report)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -59,34 +56,10 @@ def test_a_target_alone_gets_prompt_lookup_unless_drafting_is_split(monkeypatch,
         assert said == "--target without --draft; name its drafter"
 
 
-def test_depths():
-    depth = lambda *flags: pair.shape_of(parse(*flags), 4).depth
-    assert [depth(), depth("--depth", "1"), depth("--num-speculative-tokens", "4")] == [4, 1, 5]
-    assert pair.shape_of(parse(), None) == DraftShape(5)
-
-
 def test_tree_flags(tmp_path):
     shape = lambda *flags: pair.shape_of(parse("--mode", "tree", *flags), 4)
-    assert shape() == DraftShape(7, 8, 62)
+    assert shape() == DraftShape(7, 8, 62) and pair.shape_of(parse(), None) == DraftShape(5)
     assert shape("--depth", "3", "--breadth", "2", "--total-tokens", "5") == DraftShape(3, 2, 5)
     (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
     static = DraftShape.static([[0], [1], [0, 0]])
     assert shape("--paths", str(tmp_path / "tree.json")) == static
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-def test_threads_avoid_the_cores_of_other_pinned_processes(monkeypatch):
-    """Of two servers with --threads 1 the second gets another core."""
-    chosen, (first, second, *_) = [], sorted(os.sched_getaffinity(0))
-    pin = os.sched_setaffinity
-    code, pipe = "print(flush=True); input()", subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as other:
-        other.stdout.readline()
-        monkeypatch.setattr(os, "listdir", lambda path: [str(other.pid)])
-        monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: chosen.append(cores))
-        pair.use_cores(1)
-        pin(other.pid, {first})
-        pair.use_cores(1)
-        pair.use_cores(len(os.sched_getaffinity(0)))
-        other.kill()
-    assert chosen[:2] == [[first], [second]] and chosen[2][-1] == first

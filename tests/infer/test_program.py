@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import subprocess
 import sys
@@ -80,32 +79,6 @@ def test_a_path_that_cannot_be_used_is_one_line_and_exit_2(tmp_path, name, reaso
         assert shown.err.endswith("; choose a path that can be used\n")
 
 
-def test_files_of_a_given_path_are_bad_input_too(tmp_path, capsys):
-    """Those in a folder, scratch files beside a file, and folders above it."""
-    (tmp_path / "a-file").touch()
-    for flag, name in [
-        ("a-file", "a-file/config.json"),
-        ("gone", "gone/config.json"),
-        ("gone/out.jsonl", "gone/.out.jsonl.ab/out.jsonl"),
-        ("gone/out.jsonl", "gone/out-00001-of-00002.jsonl"),
-        ("gone/more/out.jsonl", "gone/more"),
-    ]:
-        path = tmp_path / name
-        arguments = ["--target", str(tmp_path / flag)]
-        assert exit_code(lambda _: path.read_text(), arguments) == 2  # noqa: B023
-        assert f"cannot open {path}: " in capsys.readouterr().err
-
-
-def test_a_path_of_ours_keeps_its_traceback(tmp_path):
-    """A file that a program opens by itself is missing by a fault of ours."""
-    given = tmp_path / "given"
-    given.mkdir()
-    missing = tmp_path / "other" / "config.json"
-    for arguments in ([], ["--output", str(given)], ["--seed", "5", "--text", "Hello, config"]):
-        with pytest.raises(FileNotFoundError):
-            program.run(lambda _: missing.read_text(), arguments)
-
-
 def test_a_full_disk_is_one_line_and_other_system_errors_are_ours(capsys):
     def full(arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -163,42 +136,6 @@ def test_progress_in_a_pipe_is_lines(capsys, monkeypatch):
     assert len(lines) == 4
 
 
-def test_progress_on_a_terminal_is_a_bar(monkeypatch):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with program.progress(4, "load") as bar:
-        bar.note({"loss": 0.5})
-        bar.step(4)
-        bar.line("read")
-    shown = terminal.getvalue()
-    assert "load: 100%" in shown and "4/4" in shown and "loss 0.5" in shown and "read\n" in shown
-
-
-def test_progress_can_be_quiet(capsys):
-    with program.progress(4, "load", quiet=True) as bar:
-        bar.step()
-        bar.note({"loss": 1.0})
-        bar.line("read")
-    assert capsys.readouterr() == ("", "")
-
-
-def test_plugins_without_devices_leave_jax_to_the_cpu(monkeypatch):
-    """As after `make env PLAN=1`; what the user says about platforms stands."""
-    said = []
-    monkeypatch.setattr("jax.config.update", lambda *setting: said.append(setting))
-    monkeypatch.setattr(program, "PLUGINS", ("json",))  # a module that is surely there
-    monkeypatch.setattr(program, "DEVICES", ("no device is called so",))
-    program.keep_to_cpu_without_devices()  # JAX_PLATFORMS is set in tests
-    assert not said
-    monkeypatch.delenv("JAX_PLATFORMS")
-    program.keep_to_cpu_without_devices()
-    assert said == [("jax_platforms", "cpu")]
-    monkeypatch.setattr(program, "DEVICES", ("null",))
-    program.keep_to_cpu_without_devices()
-    assert len(said) == 1
-
-
 def test_too_little_memory_is_one_line(capsys):
     def host(arguments):
         np.empty(10**15, np.int8)
@@ -210,28 +147,3 @@ def test_too_little_memory_is_one_line(capsys):
         assert exit_code(main) == 2
         line = capsys.readouterr().err
         assert "out of memory: " in line and "lower --slots" in line and line.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "platform, reason",
-    [("nonsense", "'nonsense' is not in the list of known backends"), ("cuda", "no such device")],
-)
-def test_a_backend_that_cannot_start_is_one_line(platform, reason, monkeypatch, capsys):
-    monkeypatch.setenv("JAX_PLATFORMS", platform)
-    where = compile("raise error", "/jax/_src/xla_bridge.py", "exec")
-
-    def main(arguments):
-        text = f"Unable to initialize backend {platform!r}: Backend {reason}. (set JAX_PLATFORMS=)"
-        error = AssertionError() if platform == "cuda" else RuntimeError(text)
-        exec(where, {"error": error})
-
-    assert exit_code(main) == 2
-    line = capsys.readouterr().err
-    assert f"JAX_PLATFORMS={platform}: " in line and reason in line and line.count("\n") == 1
-
-
-def test_programs_compute_with_32_bits(monkeypatch):
-    monkeypatch.setenv("JAX_ENABLE_X64", "1")
-    jax.config.update("jax_enable_x64", True)
-    assert exit_code(lambda arguments: jnp.arange(3.0).dtype.itemsize) == 4
-    assert os.environ["JAX_ENABLE_X64"] == "0"  # of child processes

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from infer.bench import paper, plots, report
+from infer.bench import paper, report
 from infer.bench.answers import Answer
-from infer.bench.suites import PAPER, Question, load_suite
+from infer.bench.suites import Question
 from moa_jax import Result
 
 CHAIN = "moa-chain"
@@ -134,19 +134,6 @@ def test_differences_and_skips_are_told(document):
     json.dumps(document, allow_nan=False)
 
 
-def test_drawn_answers_are_not_said_to_be_the_same():
-    drawn = {
-        question: found | {CHAIN: found[CHAIN]._replace(difference=None, comparable=False)}
-        for question, found in answers().items()
-    }
-    document = report.document_of(drawn, {}, SETTINGS)
-    rows = document["rows"]
-    assert {row["same_as_plain"] for row in rows if row["model"] == CHAIN} == {None}
-    text = report.render(document)
-    assert "not comparable with plain decoding's: candidates were drawn" in text
-    assert "is the same" not in text and "/3 |" not in text
-
-
 def test_the_papers_figures_stand_below(document):
     lines = report.render(document).splitlines()
     assert "| decoder | humaneval | qa | all |" in lines
@@ -154,57 +141,3 @@ def test_the_papers_figures_stand_below(document):
     assert "| paper: MoA N=0 | 2.28x / 4.98 | 1.72x / 3.73 | - |" in lines  # two sets have no mean
     assert not any("EAGLE-2" in line for line in lines)
     assert paper.cell(paper.MAIN, "gsm8k").endswith("?")
-
-
-def test_the_papers_mean_is_that_of_six_sets():
-    given = next(iter(answers().values()))
-    all_sets = {asked(name, 1): given for name in PAPER}
-    text = report.render(report.document_of(all_sets, {}, SETTINGS))
-    assert "1.95x / 4.22 ?" in text and "1.78x / 3.60 |" in text
-    assert "paper: independent, 650M | - | - | - | - | - | - | 1.58x / 3.80 |" in text
-    assert "Each of the 6 drafted answers is the same as plain decoding's." in text
-
-
-def test_many_sets_are_lines_and_no_columns():
-    given = next(iter(answers().values()))
-    sources = {asked(f"source{i}", 1): given for i in range(report.MOST_COLUMNS)}
-    lines = report.render(report.document_of(sources, {}, SETTINGS)).splitlines()
-    assert "| decoder | all |" in lines and "| moa-chain | 2.00x / 3.00 |" in lines
-    assert sum(line.startswith("| source") for line in lines) == report.MOST_COLUMNS
-
-
-def test_questions_of_ours_have_no_figures_of_the_paper():
-    given = next(iter(answers().values()))
-    ours = {asked(q.set, q.id): given for q in load_suite("demo")}
-    document = report.document_of(ours, {}, SETTINGS)
-    text = report.render(document)
-    assert "| decoder | demo-mt_bench |" in text
-    assert "paper" not in text and "Llama-3-8B" not in text and not document["paper"]
-
-
-def test_bars_are_as_high_as_the_rows_say(document):
-    top, bottom = plots.speed_figure(document).axes
-    rows = [row_of(document, name) for name in ("humaneval", "qa", "all")]
-    for panel, key in ((top, "speedup"), (bottom, "tau")):
-        bars = next(c for c in panel.containers if hasattr(c, "patches"))
-        assert [bar.get_height() for bar in bars] == [row[key] for row in rows]
-        assert [bar.get_x() + bar.get_width() / 2 for bar in bars] == pytest.approx([0, 1, 2])
-    spread = next(c for c in top.containers if not hasattr(c, "patches"))
-    ends = [sorted(y for _, y in segment) for segment in spread.lines[2][0].get_segments()]
-    for found, row in zip(ends, rows, strict=True):
-        assert found == pytest.approx(row["speedup_quartiles"])
-    assert [label.get_text() for label in bottom.get_xticklabels()] == ["humaneval", "qa", "all"]
-    diamonds = [line for line in bottom.lines if line.get_marker() == "D"]
-    assert [(list(d.get_xdata()), list(d.get_ydata())) for d in diamonds] == [
-        ([0, 1], [4.98, 3.73])
-    ]
-
-
-def test_lines_are_the_accepted_shares(document):
-    panels = plots.acceptance_figure(document).axes
-    keys = ("acceptance_unconditional", "acceptance_conditional")
-    for panel, key in zip(panels, keys, strict=True):
-        (line,) = panel.lines
-        assert list(line.get_xdata()) == [1, 2]
-        assert list(line.get_ydata()) == row_of(document, "all")[key]
-        assert line.get_label() == CHAIN

@@ -1,10 +1,8 @@
 """Question sets: what every name of --suite gives, and one line for what is no question."""
 
 import json
-import logging
 from pathlib import Path
 
-import datasets
 import pytest
 
 from infer.bench import suites
@@ -57,13 +55,8 @@ def test_sets_below_the_data_folder(monkeypatch, tmp_path):
     line = refusal(suites.load_suite, "paper")
     assert "no file or folder" in line and "specbench/qa/question.jsonl" in line
     assert "two sets are named gsm8k" in refusal(suites.load_suite, "gsm8k,gsm8k")
-    assert "--suite nothing: no such set or file; choose from" in refusal(
-        suites.load_suite, "nothing"
-    )
-    for nothing in ("", ","):
-        assert f"--suite {nothing!r} names no set; choose from demo" in refusal(
-            suites.load_suite, nothing
-        )
+    said = refusal(suites.load_suite, "nothing")
+    assert "--suite nothing: no such set or file; choose from" in said
     monkeypatch.setenv("MOA_DATA", str(tmp_path / "gone"))
     assert "set MOA_DATA" in refusal(suites.load_suite, "gsm8k")
 
@@ -82,9 +75,7 @@ def test_a_file_is_a_set_of_its_own_name(tmp_path):
         ("{'question_id'\n", " is not JSON"),
         ("[]\n", " is not a JSON object"),
         ({"turns": ["Hi"]}, ": no `question_id`"),
-        ({"question_id": 2}, ": a question without turns"),
         ({"question_id": 2, "turns": []}, ": a question without turns"),
-        ({"question_id": 2, "turns": "Hi"}, ": a question without turns"),
         ({"question_id": 2, "turns": ["Hi", " "]}, ": a turn is empty"),
         (GOOD, ": question_id 1 is there twice"),
     ],
@@ -92,10 +83,6 @@ def test_a_file_is_a_set_of_its_own_name(tmp_path):
 def test_a_line_that_is_no_question_is_named(tmp_path, line, fault):
     file = write(tmp_path / "a.jsonl", GOOD, "\n", line)
     assert f"{file} line 3{fault}" in refusal(suites.load_suite, str(file))
-
-
-def test_a_file_without_questions(tmp_path):
-    assert "holds no questions" in refusal(suites.load_suite, str(write(tmp_path / "a.jsonl")))
 
 
 NEWS = {"article": " A cat was found. ", "highlights": "Cat found.", "id": "ab12"}
@@ -120,22 +107,6 @@ def test_public_data_becomes_questions(monkeypatch):
         ("cnn_dailymail", 1, "Summarize: A cat was found."),
         ("cnn_dailymail", 2, "Summarize: A cat was found."),
     ]
-
-
-def test_a_hub_out_of_reach_says_one_line(monkeypatch):
-    client = logging.getLogger("huggingface_hub")
-    heard = logging.Handler()
-    heard.emit = lambda record: pytest.fail(record.getMessage())
-
-    def load_dataset(*names, **rest):
-        client.warning("Retrying in 1s")
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(client, "handlers", [heard])
-    level = client.level
-    assert "cannot open hub:x/y (no network)" in refusal(suites.load_suite, "hub:x/y")
-    assert client.level == level
 
 
 def test_public_data_of_tensorflow_datasets(monkeypatch):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.serve.toy_server import running
+from tests.serve.toy_server import Running
 
 
 @pytest.fixture(scope="module")
 def server():
-    with running() as made:
+    with Running() as made:
         yield made

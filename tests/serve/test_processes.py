@@ -34,8 +34,9 @@ from moa_jax.runtime import multihost as processes
 from moa_jax.runtime.multihost import Failure, ProcessGroup
 from tests.meeting import free_port, loopback, wait_for
 from tests.model_folders import refusal
-from tests.serve.test_clients import HELLO_IDS, ROOT, start_program
-from tests.serve.test_endurance import (
+from tests.serve.served_program import (
+    HELLO_IDS,
+    ROOT,
     SLOTS,
     Ask,
     ServedProgram,
@@ -43,6 +44,7 @@ from tests.serve.test_endurance import (
     assert_left,
     assert_nothing_is_held,
     mixed,
+    start_program,
 )
 from tests.serve.toy_server import COMPLETIONS, DEMO, VOCAB
 from tests.train.test_processes import ends

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import hashlib
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -25,7 +24,6 @@ from infer.openai.model import Model
 from moa_jax.config import DraftShape
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.logprobs import TokenLogprob
-from moa_jax.decode.sampling import Sampling
 from moa_jax.engine import EngineStats, QueueFull, Request, RequestHandle, RequestOutput
 from tests.meeting import PATIENCE, wait_for
 
@@ -35,22 +33,26 @@ TOKENIZER = load_tokenizer(DEMO / "target")
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello."}]
+STATS = {
+    "prompt_tokens": 90,
+    "prefix_tokens": 30,
+    "drafted_tokens": 15,
+    "accepted_tokens": 4,
+    "accepted_by_position": (3, 1),
+    "rounds_by_shape": {DraftShape(1): 7, DraftShape(4): 2},
+}
 LONG = {"prompt": [7, 8], "max_tokens": 400, "ignore_eos": True, "seed": 1}
 
 
-def next_token(tokens: list[int], sampling: Sampling) -> int:
-    """What the toy model says: a hash of the last tokens and the settings; one in 40 is the end."""
+def answer_of(request: Request) -> list[int]:
+    """The toy model's answer: hashes of the last tokens and the settings; one in 40 is the end."""
+    text, sampling = list(request.prompt_ids), request.sampling
     if not sampling.temperature:
         sampling = dataclasses.replace(sampling, seed=0)
-    said = hashlib.sha256(repr((tokens[-2:], len(tokens), sampling)).encode()).digest()
-    return EOS if said[0] % 40 == 0 else FIRST + int.from_bytes(said[1:5]) % (VOCAB - FIRST)
-
-
-def answer_of(request: Request) -> list[int]:
-    """The toy model's answer."""
-    text = list(request.prompt_ids)
-    while len(text) < len(request.prompt_ids) + request.max_new_tokens:
-        text.append(next_token(text, request.sampling))
+    for length in range(len(text), len(text) + request.max_new_tokens):
+        said = hashlib.sha256(repr((text[-2:], length, sampling)).encode()).digest()
+        is_end = said[0] % 40 == 0
+        text.append(EOS if is_end else FIRST + int.from_bytes(said[1:5]) % (VOCAB - FIRST))
         if text[-1] in request.stop_ids:
             break
     return text[len(request.prompt_ids) :]
@@ -70,37 +72,33 @@ class ToyEngine:
         self.requests: list[Request] = []
         self.cancelled: list[int] = []
         self.ended: dict[int, str] = {}
-        self.told: set[int] = set()  # requests whose prompt's log-probabilities were told
-        self.step = 3  # tokens of one piece of news
-        self.error = ""
-        self.healthy = True
-        self.go = threading.Event()  # cleared: nobody hears anything
+        self.step = 3  # tokens of one output
+        self.error, self.healthy = "", True
+        self.go = threading.Event()  # while cleared, no output is sent
         self.go.set()
         self._tasks: dict[int, tuple[Request, Callable[[RequestOutput], None], list[int]]] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="toy engine", daemon=True)
+        self.start = self._thread.start
 
     def submit(
-        self, request: Request, hear: Callable[[RequestOutput], None], others: int = 0
+        self, request: Request, on_output: Callable[[RequestOutput], None], others: int = 0
     ) -> RequestHandle:
         with self._lock:
             if len(self._tasks) + others >= self.slots + self.max_waiting:
                 raise QueueFull(f"{self.max_waiting} requests are waiting already; try again later")
-            ticket = RequestHandle(len(self.requests))
+            handle = RequestHandle(len(self.requests))
             self.requests.append(request)
-            self._tasks[ticket.id] = (request, hear, answer_of(request))
-        return ticket
+            self._tasks[handle.id] = (request, on_output, answer_of(request))
+        return handle
 
-    def cancel(self, ticket: RequestHandle) -> None:
+    def cancel(self, handle: RequestHandle) -> None:
         with self._lock:
-            self.cancelled.append(ticket.id)
+            self.cancelled.append(handle.id)
 
     def abandon(self, line: str) -> None:
         self.error = line
-
-    def start(self) -> None:
-        self._thread.start()
 
     def close(self) -> None:
         self._stop.set()
@@ -110,114 +108,91 @@ class ToyEngine:
 
     def stats(self) -> EngineStats:
         running = min(len(self._tasks), self.slots)
-        known = {
-            "running": running,
-            "waiting": len(self._tasks) - running,
-            "slots": self.slots,
-            "prompt_tokens": 90,
-            "prefix_lookup_tokens": 80,
-            "prefix_tokens": 30,
-            "drafts": 5,
-            "drafted_tokens": 15,
-            "accepted_tokens": 4,
-            "accepted_by_position": (3, 1),
-            "rounds_by_shape": {DraftShape(1): 7, DraftShape(4): 2},
-        }
-        return EngineStats(**dict.fromkeys(EngineStats._fields, 0) | known)
+        found = dict.fromkeys(EngineStats._fields, 0) | STATS
+        waiting = len(self._tasks) - running
+        return EngineStats(**found | {"running": running, "waiting": waiting, "slots": self.slots})
 
     def _run(self) -> None:
+        scored: set[int] = set()  # requests whose prompt's log-probabilities were sent
         while not self._stop.is_set():
             self.go.wait()
             with self._lock:
                 tasks = list(self._tasks.items())[: self.slots]
-                cancelled = set(self.cancelled)
-            for id, (request, hear, left) in tasks:
-                self._tell(id, request, hear, left, id in cancelled)
+            for id, (request, on_output, rest) in tasks:
+                if request.prompt_logprobs and id not in scored:
+                    scored.add(id)
+                    top, rest_of_prompt = request.top_logprobs, request.prompt_ids[1:]
+                    likely = [None, *(likely_of(token, top) for token in rest_of_prompt)]
+                    for begin in range(0, len(likely), self.step):  # a few at a time
+                        part = likely[begin : begin + self.step]
+                        on_output(RequestOutput([], prompt_logprobs=part))
+                self._send(id, request, on_output, rest)
             time.sleep(0.0005)
 
-    def _tell(
-        self, id: int, request: Request, hear: Any, left: list[int], is_cancelled: bool
-    ) -> None:
-        if request.prompt_logprobs and id not in self.told:
-            self.told.add(id)
-            self._tell_prompt(request, hear)
-        tokens, left[:] = left[: self.step], left[self.step :]
+    def _send(self, id: int, request: Request, on_output: Any, rest: list[int]) -> None:
+        tokens, rest[:] = rest[: self.step], rest[self.step :]
         stops = tokens and tokens[-1] in request.stop_ids
-        finish = "" if left else "stop" if stops else "length"
-        if is_cancelled or self.error:
-            tokens, finish = [], "cancelled" if is_cancelled else "error"
+        finish = "" if rest else "stop" if stops else "length"
+        if id in self.cancelled or self.error:
+            tokens, finish = [], "cancelled" if id in self.cancelled else "error"
         if finish:
             with self._lock:
                 del self._tasks[id]
             self.ended[id] = finish
         k = request.top_logprobs
         likely = [] if k is None else [likely_of(token, k) for token in tokens]
-        hear(
-            RequestOutput(token_ids=tokens, logprobs=likely, finish_reason=finish, error=self.error)
-        )
-
-    def _tell_prompt(self, request: Request, hear: Any) -> None:
-        """Log-probabilities of the prompt, a few at a time."""
-        top, rest = request.top_logprobs, request.prompt_ids[1:]
-        likely = [None, *(likely_of(token, top) for token in rest)]
-        for begin in range(0, len(likely), self.step):
-            hear(RequestOutput([], prompt_logprobs=likely[begin : begin + self.step]))
+        on_output(RequestOutput(tokens, logprobs=likely, finish_reason=finish, error=self.error))
 
 
 class Running:
-    """A server that listens, and what the tests look at."""
+    """A server that listens for a `with` block, and what the tests look at."""
 
     def __init__(
-        self, engine: ToyEngine, limits: ServingLimits, keys: tuple[str, ...], tokenizer: Any
+        self, engine: ToyEngine | None = None, keys: tuple[str, ...] = (), **limits: float
     ) -> None:
         self.listener = bind("127.0.0.1", 0)
         # Of few bytes, so that those who do not read are noticed soon.
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         self.port = self.listener.getsockname()[1]
-        self.engine, self.events = engine, []
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)
+        self.engine, self.events = engine or ToyEngine(), []
         log = lambda event, **facts: self.events.append((event, facts))
-        most = engine.max_tokens
-        self.model = Model("toy", tokenizer, VOCAB, (EOS,), most, most - 1, created=5)
-        metrics = ServingMetrics("toy", engine)
-        self.server = OpenAIServer(engine, self.model, metrics, log, limits, keys)
+        most = self.engine.max_tokens
+        model = Model("toy", TOKENIZER, VOCAB, (EOS,), most, most - 1, created=5)
+        metrics = ServingMetrics("toy", self.engine)
+        limits = ServingLimits(**limits)
+        self.server = OpenAIServer(self.engine, model, metrics, log, limits, keys)
         self._listening: uvicorn.Server | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
-        config = uvicorn.Config(
-            self.server,
-            http=TimedHttp,
-            ws="none",
-            log_config=None,
-            timeout_graceful_shutdown=1,
-        )
-        self._listening = uvicorn.Server(config)
+        settings = {"ws": "none", "log_config": None, "timeout_graceful_shutdown": 1}
+        self._listening = uvicorn.Server(uvicorn.Config(self.server, http=TimedHttp, **settings))
         await self._listening.serve(sockets=[self.listener])
 
-    def start(self) -> None:
+    def __enter__(self) -> Running:
         self.engine.start()
         self._thread.start()
         wait_for(lambda: self._listening and self._listening.started)
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
         self.engine.close()
         self._listening.should_exit = True
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         """Sends a body: bytes as they are, other things as JSON."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": "application/json"} | headers
-        return httpx.post(f"{self.url}{path}", content=content, headers=headers, timeout=PATIENCE)
+        return self.client.post(path, content=content, headers=headers)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", headers=headers, timeout=PATIENCE)
+        return self.client.get(path, headers=headers)
 
     def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
         """The events of a streamed answer, the last of them "[DONE]"."""
@@ -247,23 +222,6 @@ class Running:
         """The sum of a metric over its labels."""
         lines = self.server.metrics.text().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.split("{")[0] == name)
-
-
-@contextlib.contextmanager
-def running(
-    engine: ToyEngine | None = None,
-    *,
-    keys: tuple[str, ...] = (),
-    tokenizer: Any = TOKENIZER,
-    **limits: Any,
-) -> Iterator[Running]:
-    """A server for the block."""
-    server = Running(engine or ToyEngine(), ServingLimits(**limits), keys, tokenizer)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 def text_of(tokens: list[int]) -> str:

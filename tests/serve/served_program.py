@@ -1,0 +1,227 @@
+"""The program infer.serve on the bundled pair, and clients that stay or leave."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from infer.info import ROOT
+from moa_jax import Session, load_target
+from moa_jax.config import Sampling
+from moa_jax.decode.detokenize import before_stop
+from tests.serve.toy_server import COMPLETIONS, DEMO, TOKENIZER, VOCAB, wait_for
+
+HELLO = [{"role": "user", "content": "I need a cheap hotel."}]
+HELLO_IDS = TOKENIZER.apply_chat_template(HELLO, add_generation_prompt=True)["input_ids"]
+KEY = "sk-of-a-test"
+SLOTS, WAIT_S = 4, 120.0
+HEADERS = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+LAWS = (
+    Sampling(),
+    Sampling(0.8, top_k=20, top_p=0.9),
+    Sampling(1.1, min_p=0.02, repetition_penalty=1.2, logit_bias=((5, 2.0), (70, -100.0))),
+)
+STOPS: tuple[tuple[str, ...], ...] = ((), ("e ",), (), ("ing", "ll", "."))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """One request, and what its client does with the answer."""
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling
+    stops: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    stream: bool = True
+    leaves_after: int | None = None  # events
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As /v1/completions takes it."""
+        settings = dataclasses.asdict(self.sampling)
+        settings["logit_bias"] = {str(id): bias for id, bias in self.sampling.logit_bias}
+        rest = {name: getattr(self, name) for name in ("max_tokens", "ignore_eos", "stream")}
+        return settings | rest | {"prompt": self.prompt_ids, "stop": self.stops}
+
+    @property
+    def wanted(self) -> tuple[str, str]:
+        """The text of plain decoding, and how it ends."""
+        text, end = alone(self.prompt_ids, self.max_tokens, self.sampling, self.ignore_eos)
+        shown = before_stop(text, self.stops)
+        return shown, "stop" if shown != text else end
+
+
+@functools.cache
+def plain() -> Session:
+    return Session(load_target(DEMO / "target"), cache_rows=256)
+
+
+@functools.cache  # clients ask for the same again
+def alone(
+    prompt_ids: tuple[int, ...], max_tokens: int, sampling: Sampling, ignore_eos: bool
+) -> tuple[str, str]:
+    """The text of plain decoding, and how it ends."""
+    stop_ids = [] if ignore_eos else None
+    (row,) = plain().generate([list(prompt_ids)], max_tokens, stop_ids, [sampling])
+    return TOKENIZER.decode(row.token_ids, skip_special_tokens=True), row.finish_reason
+
+
+def mixed(count: int, seed: int) -> list[Ask]:
+    """Requests of mixed lengths, settings and seeds; every fourth client leaves in the middle."""
+    draw, asks = random.Random(seed), []
+    for index in range(count):
+        ids = draw.choices(range(6, VOCAB), k=draw.randrange(1, 60)) + HELLO_IDS * (index % 2)
+        ask = Ask(
+            prompt_ids=tuple(ids),
+            max_tokens=draw.randrange(1, 40),
+            sampling=dataclasses.replace(LAWS[index % len(LAWS)], seed=draw.randrange(1000)),
+            stops=STOPS[index // 2 % len(STOPS)],
+            stream=index % 3 > 0,
+        )
+        if index % 4 == 0:
+            more = {"max_tokens": 50, "stream": True, "ignore_eos": True, "stops": ()}
+            ask = dataclasses.replace(ask, leaves_after=draw.randrange(4), **more)
+        asks.append(ask)
+    return asks
+
+
+class ServedProgram(NamedTuple):
+    """The program, and where its log is."""
+
+    process: subprocess.Popen
+    ready: dict
+    log: Path
+
+    def client(self, receive_bytes: int = 1 << 18) -> httpx.Client:
+        """One connection; who receives few bytes at a time holds the server's writing up."""
+        few = [(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)]
+        url = self.ready["url"].removesuffix("/v1")
+        transport = httpx.HTTPTransport(socket_options=few)
+        return httpx.Client(base_url=url, headers=HEADERS, timeout=WAIT_S, transport=transport)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        with self.client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.split("{")[0] == name)
+
+    def is_idle(self) -> bool:
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        return not any(self.metric(name) for name in names)
+
+
+def start_program(folder: Path, *flags: str) -> tuple[subprocess.Popen, dict]:
+    """infer.serve on the bundled pair, once it is ready."""
+    ready = folder / "ready.json"
+    ready.unlink(missing_ok=True)
+    (folder / "keys").write_text(f"# of tests\n{KEY}\n")
+    command = [sys.executable, "-m", "infer.serve", "--ready-file", str(ready)]
+    command += ["--api-key-file", str(folder / "keys"), "--slots", "4", "--max-tokens", "192"]
+    with (folder / "log").open("w") as log:
+        program = subprocess.Popen(
+            [*command, *flags], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=log
+        )
+    wait_for(lambda: ready.exists() or program.poll() is not None, 300)
+    assert program.poll() is None, (folder / "log").read_text()
+    return program, json.loads(ready.read_text())
+
+
+@contextlib.contextmanager
+def program(folder: Path, *flags: str, port: int = 0) -> Iterator[ServedProgram]:
+    """infer.serve for the block; SIGTERM ends it with code 0."""
+    process, ready = start_program(folder, "--port", str(port), *flags)
+    try:
+        yield ServedProgram(process, ready, folder / "log")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answer(client: httpx.Client, ask: Ask, pause: float = 0.0) -> tuple[str, str]:
+    """The text and how it ended, or "" if the client left before.
+
+    A slow reader takes a `pause` of so many seconds after each event.
+    """
+    if not ask.stream:
+        said = client.post(COMPLETIONS, json=ask.body)
+        assert said.status_code == 200, said.text
+        (choice,) = said.json()["choices"]
+        return choice["text"], choice["finish_reason"]
+    text, end = "", ""
+    with client.stream("POST", COMPLETIONS, json=ask.body) as said:
+        assert said.status_code == 200, said.read()
+        lines = (line.removeprefix("data: ") for line in said.iter_lines() if line)
+        for line in itertools.islice(lines, ask.leaves_after):
+            time.sleep(pause)
+            if line == "[DONE]":
+                return text, end
+            assert not end, "something came after the end"
+            (choice,) = json.loads(line)["choices"]
+            text, end = text + choice["text"], choice["finish_reason"] or ""
+    assert ask.leaves_after is not None, "the stream ended without [DONE]"
+    return text, end
+
+
+def assert_right(ask: Ask, found: tuple[str, str]) -> None:
+    """An answer is plain decoding's, and one that was left is a beginning of it."""
+    assert found == ask.wanted if found[1] else ask.wanted[0].startswith(found[0]), ask
+
+
+def answers_at_once(served: ServedProgram, asks: list[Ask], clients: int = 32) -> list[Any]:
+    """What so many clients hear, who ask one thing after the other; all of it is right."""
+    found: list[Any] = [None] * len(asks)
+
+    def one(number: int) -> None:
+        with served.client() as client:
+            for index in range(number, len(asks), clients):
+                found[index] = answer(client, asks[index])
+
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(one, range(clients)))
+    for ask, each in zip(asks, found, strict=True):
+        assert_right(ask, each)
+    return found
+
+
+def assert_left(asks: list[Ask], found: list[Any]) -> None:
+    """Who stays hears an end; of those who leave few do, where all came in one event or two."""
+    ended = {stays: [] for stays in (True, False)}
+    for ask, each in zip(asks, found, strict=True):
+        ended[ask.leaves_after is None].append(bool(each[1]))
+    assert all(ended[True]) and sum(ended[False]) < len(ended[False]) / 2
+
+
+def assert_nothing_is_held(served: ServedProgram) -> None:
+    """Nobody sits or waits, every slot can be taken, and no pass or request has failed."""
+    wait_for(served.is_idle, WAIT_S)
+    ask = Ask(tuple(HELLO_IDS), 150, Sampling(1.0, seed=3), ignore_eos=True, stream=False)
+    most = 0
+    with ThreadPoolExecutor(2 * SLOTS) as pool, served.client() as client:
+        answers = [pool.submit(answer, client, ask) for _ in range(2 * SLOTS)]
+        while not all(each.done() for each in answers):
+            most = max(most, served.metric("vllm:num_requests_running"))
+        for each in answers:
+            assert_right(ask, each.result())
+    assert most >= SLOTS
+    wait_for(served.is_idle, WAIT_S)
+    assert served.metric("moa:engine_failures_total") == 0
+    events = [json.loads(line) for line in served.log.read_text().splitlines() if line[0] == "{"]
+    assert not [event for event in events if event["event"] == "error"]
