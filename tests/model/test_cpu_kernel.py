@@ -45,15 +45,6 @@ def test_a_matrix_comes_back():
     np.testing.assert_array_equal(quantize.columns(matrix, ids), KERNEL.reshape(96, -1)[:, ids])
 
 
-def test_what_panels_do_not_help_stays():
-    odd, half = jnp.ones((96, 40)), jnp.ones((96, 64), jnp.bfloat16)
-    params = {"a": {"kernel": odd}, "b": {"kernel": half}, "c": {"scale": jnp.ones((64, 64))}}
-    found = quantize.in_panels(params)
-    jax.tree.map(np.testing.assert_array_equal, found, params)
-    once = quantize.in_panels({"kernel": jnp.asarray(KERNEL)})
-    assert quantize.in_panels(once)["kernel"].columns_PDC is once["kernel"].columns_PDC
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_each_product_is_one_library_call(rows):
     """XLA would spread the weights over the rows, once for both products, and store that.
@@ -85,9 +76,3 @@ def test_products_in_bfloat16_are_library_calls_on_weights_as_they_are(rows):
     assert hlo.count("__ynn_fusion") == 1
     shapes = [array for each in parse(hlo)[ENTRY].values() for array in arrays(each.shape)]
     assert {array.dtype for array in shapes if array.size >= 128 * 128} == {"bf16"}
-
-
-def test_without_the_library_nothing_is_cut(monkeypatch):
-    monkeypatch.setattr(cpu, "is_fast", lambda: False)
-    kernel = jnp.asarray(KERNEL)
-    assert cpu.cut(kernel) is kernel

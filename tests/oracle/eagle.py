@@ -31,9 +31,18 @@ class Reads(NamedTuple):
     head: Tensor
 
 
-def _part(weights: Weights, prefix: str, head_dim: int, eps: float, theta: float) -> TorchBlock:
+class Sizes(NamedTuple):
+    """What shapes of weights do not say."""
+
+    head_dim: int
+    eps: float
+    theta: float
+
+
+def _part(weights: Weights, prefix: str, sizes: Sizes) -> TorchBlock:
     inside = {name.removeprefix(prefix): x for name, x in weights.items() if prefix in name}
-    return TorchBlock(inside, head_dim, eps, rope_frequency(theta, head_dim))
+    frequency = rope_frequency(sizes.theta, sizes.head_dim)
+    return TorchBlock(inside, sizes.head_dim, sizes.eps, frequency)
 
 
 def draft_eagle(
@@ -41,12 +50,10 @@ def draft_eagle(
     reads: Reads,
     tokens: Sequence[int],
     count: int,
-    head_dim: int,
-    eps: float,
-    theta: float,
+    sizes: Sizes,
 ) -> tuple[list[int], Tensor]:
     """The next `count` tokens after `tokens`, the last of which is not verified, and logits."""
-    block = _part(weights, "layers.0.", head_dim, eps, theta)
+    block = _part(weights, "layers.0.", sizes)
 
     def feature(embedding_TD: Tensor, before_TD: Tensor) -> Tensor:
         both = torch.cat([embedding_TD, before_TD], dim=-1)
@@ -63,12 +70,10 @@ def draft_eagle3(
     reads: Reads,
     tokens: Sequence[int],
     count: int,
-    head_dim: int,
-    eps: float,
-    theta: float,
+    sizes: Sizes,
 ) -> tuple[list[int], Tensor]:
     """As `draft_eagle`; logits are over the draft vocabulary."""
-    feature, logits = _eagle3(weights, head_dim, eps, theta)
+    feature, logits = _eagle3(weights, sizes)
     return _chain(reads, _fused(weights, reads), tokens, count, feature, logits, weights["d2t"])
 
 
@@ -85,9 +90,7 @@ def loss_eagle3(
     conversations: Sequence[LearntConversation],
     steps: int,
     decay: float,
-    head_dim: int,
-    eps: float,
-    theta: float,
+    sizes: Sizes,
 ) -> Tensor:
     """Cross-entropy of the training-time test, whose pass j counts `decay` to the power of j.
 
@@ -95,7 +98,7 @@ def loss_eagle3(
     is an entry before the round. The mean of a pass is over all that it asks; where the target's
     choice is none of the head's there is nothing to learn.
     """
-    feature, logits = _eagle3(weights, head_dim, eps, theta)
+    feature, logits = _eagle3(weights, sizes)
     ids_U = torch.arange(len(weights["d2t"])) + weights["d2t"]
     total, asked = [torch.zeros(()) for _ in range(steps)], [1e-5] * steps
     for tokens, reads, answer in conversations:
@@ -118,9 +121,9 @@ def _fused(weights: Weights, reads: Reads) -> Tensor:
     return functional.linear(torch.cat(list(reads.streams), dim=-1), weights["fc.weight"])
 
 
-def _eagle3(weights: Weights, head_dim: int, eps: float, theta: float) -> tuple[Layer, Layer]:
+def _eagle3(weights: Weights, sizes: Sizes) -> tuple[Layer, Layer]:
     """Its layer, of embeddings and the features before them, and its head."""
-    block = _part(weights, "midlayer.", head_dim, eps, theta)
+    block = _part(weights, "midlayer.", sizes)
 
     def feature(embedding_TD: Tensor, before_TD: Tensor) -> Tensor:
         both = [block.norm("input_layernorm", embedding_TD), block.norm("hidden_norm", before_TD)]
@@ -129,7 +132,7 @@ def _eagle3(weights: Weights, head_dim: int, eps: float, theta: float) -> tuple[
         return y_TD + _mlp(block, y_TD)
 
     def logits(x_TD: Tensor) -> Tensor:
-        return rms_norm(x_TD, weights["norm.weight"], eps) @ weights["lm_head.weight"].T
+        return rms_norm(x_TD, weights["norm.weight"], sizes.eps) @ weights["lm_head.weight"].T
 
     return feature, logits
 
