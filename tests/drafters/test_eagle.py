@@ -120,8 +120,7 @@ def test_drafts_equal_the_oracle(wide_target, name, tmp_path):
     weights = _saved(drafter, wide_target, tmp_path / "d")
     prompt = [5, 17, 60, 33, 9, 71, 12]
     reads = _reads(wide_target, _tapped(wide_target, drafter, _line(prompt[:-1])), 0)
-    draft = oracle.draft_eagle if name == "eagle" else oracle.draft_eagle3
-    tokens, logits = draft(weights, reads, prompt, 4, _sizes(wide_target))
+    tokens, logits = oracle.draft(name, weights, reads, prompt, 4, _sizes(wide_target))
     ours, logits_NV = _drafted(wide_target, load_drafter(tmp_path / "d", wide_target), prompt, 5)
     assert ours == tokens
     assert_close(logits_NV, logits.numpy(), "logits")

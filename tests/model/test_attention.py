@@ -138,17 +138,6 @@ def test_sequences_use_their_slots_alone(case, kernel):
         assert np.isnan(np.delete(leaf, slot_B, axis=0)).all()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_unused_rows_are_not_read(kernel):
-    """Blocks of 512 rows and less that a cache does not use may hold anything, NaN even."""
-    (packed, turn, past), length_B = drawn([140], (1, 2, 2, 4, 64), 1024, 4)
-    sight = masks.cache_mask(length_B, masks.causal_tree(4))
-    expected, _ = jax.jit(KERNELS[kernel])(packed, turn, past, sight)
-    spoilt = KV(*(rows.at[:, :, 512:].set(jnp.nan) for rows in past))
-    mixed, _ = jax.jit(KERNELS[kernel])(packed, turn, spoilt, sight)
-    np.testing.assert_array_equal(mixed, expected)
-
-
 def test_nothing_is_written_behind_a_cache_that_is_too_small():
     """Its last rows hold what fits; a row further would be the next head's first."""
     (packed, turn, past), length_B = drawn([254], (1, 3, 1, 4, 64), 256, 4)

@@ -74,10 +74,7 @@ def test_without_process_0_the_others_say_so():
     "change, line",
     [
         ({"process_id": 1}, "two processes have the id 1; number them from 0"),
-        (
-            {"num_processes": 4},
-            "--processes: 4 for process 2, 3 for process 0",
-        ),
+        ({"num_processes": 4}, "--processes: 4 for process 2, 3 for process 0"),
     ],
 )
 def test_places_that_contradict_each_other_are_refused(change, line):

@@ -19,10 +19,7 @@ TARGETS = {
     "llama": ("llama", {}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
     "llama-tied": ("llama", {"num_key_value_heads": 3, "tie_word_embeddings": True}),
-    "llama-biases": (
-        "llama",
-        {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True},
-    ),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-odd": ("llama", {"hidden_size": 36, "intermediate_size": 23, "vocab_size": 37}),
     "llama31": ("llama31", {}),
     "llama31-tied": ("llama31", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
