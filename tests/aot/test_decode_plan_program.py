@@ -85,10 +85,8 @@ def test_the_last_line_is_the_verdict(planned, capsys, answer, code, verdict):
 
 def test_json_is_all_of_stdout(planned, capsys):
     assert plan.main([*COMMAND, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    keys = "phases round_ms tokens_per_s roofline moves temp_bytes fits"
-    assert set(keys.split()) <= set(found)
-    assert {"phase", "launches", "bytes", "ms"} <= set(found["phases"][0])
+    expected = a_plan(planned[0][0]) | {"mode": "plain"}
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(expected))
 
 
 def test_defaults_are_those_of_every_program(planned):
@@ -132,6 +130,7 @@ def plan_of(
             target=dataclasses.replace(SHAPES[model], num_layers=2),
             drafter=request.drafter if draft.num_drafted else None,
             shape=draft,
+            tau=1.0,
             weights=weights,
         )
     )
@@ -165,7 +164,6 @@ def test_eight_chips_speak_twice_a_layer(topology, weights, reduces, others):
     (verify,) = (phase for phase in found["phases"] if phase["phase"] == "verify")
     embedding = size * whole.vocab_size * whole.block.hidden_size / 8
     assert 0.99 < verify["bytes"] / (expected - embedding) < 1.1
-    assert found["tokens_per_s"] < found["roofline"]
 
 
 @pytest.mark.slow

@@ -33,13 +33,13 @@ from moa_jax.drafters import DRAFTERS
 from moa_jax.engine import device_ops
 from moa_jax.engine.device_ops import joined, row_settings
 from tests.aot.compiling import in_child, needs
+from tests.aot.test_hlo import fused, module
 
 H200 = machine("h200:1")
 LLAMA = SHAPES["meta-llama/Meta-Llama-3-8B-Instruct"]
 LAYERS = 4  # of the target in what a test compiles to see what moves
 DRAFTS = {1: DraftShape(1), 8: DraftShape(8), 63: DraftShape(7, 8, 62)}
 PROMPT, ANSWER = 1000, 1000  # tokens
-UNEVEN = 2047  # rows
 
 
 def session_rows(num_nodes: int) -> int:
@@ -172,13 +172,6 @@ def test_an_engine_decodes_in_its_slots(num_nodes, kind):
 
 @pytest.mark.slow
 @needs["cuda"]
-def test_caches_of_uneven_rows_are_not_padded():
-    """XLA pads the values of an einsum over such rows in each layer and round; kernels do not."""
-    assert in_child(report, "pair", 1, UNEVEN)["moves"] == []
-
-
-@pytest.mark.slow
-@needs["cuda"]
 def test_reading_a_prompt_takes_the_memory_of_a_chunk():
     """No array but the caches grows with the prompt: scores stay in the kernels."""
     small, large = (in_child(report, "prefill", 8, rows)["temp"] for rows in (8192, 131_072))
@@ -186,6 +179,12 @@ def test_reading_a_prompt_takes_the_memory_of_a_chunk():
 
 
 # ---- weights of eight bits ----------------------------------------------------------------
+
+
+def test_a_matrix_that_is_widened_is_noticed():
+    wide = "bf16[4096,4096]{1,0}"
+    args = fused(f"ROOT %r = {wide} multiply(%p.0, %p.0)", "%w", gives=wide)
+    assert widened(module(*args)) == [("y", 2 * 4096**2)]
 
 
 @pytest.mark.slow
