@@ -1,7 +1,5 @@
 """What holds for every kind of drafter: drafting as trained, files, training."""
 
-# ruff: noqa: F811 (an imported fixture is an argument too)
-
 from __future__ import annotations
 
 import dataclasses
@@ -25,7 +23,6 @@ from moa_jax.pretrained import LoadedDrafter, Target, save_drafter
 from tests.drafting import (
     assert_drafting_equals_training,
     assert_training_makes_a_drafter,
-    calm_target,  # noqa: F401
     calm_target_of,
     untrained,
 )
