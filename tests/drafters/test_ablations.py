@@ -3,8 +3,6 @@
 # ruff: noqa: F811 (an imported fixture is an argument too)
 
 import dataclasses
-import functools
-import itertools
 import json
 from functools import partial
 from typing import Any
@@ -14,14 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import ablations, moa_qwen2_7b
-from configs.shapes import SHAPES
-from moa_jax import Session, load_drafter, load_target
+from moa_jax import load_drafter, load_target
 from moa_jax.config import (
-    BlockConfig,
-    DistillConfig,
-    DraftShape,
-    IndependentConfig,
     MaskConfig,
     Objective,
 )
@@ -29,19 +21,14 @@ from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS, losses
 from moa_jax.drafters.api import TargetActivations
 from moa_jax.drafters.moa import Moa, block_configs, make, train
-from moa_jax.errors import InputError
 from moa_jax.model import convert
 from moa_jax.model.cache import KV
 from moa_jax.model.llama import unembed
 from moa_jax.pretrained import LoadedDrafter, save_drafter
-from moa_jax.training.fingerprint import changes, fingerprint
 from tests.compare import assert_close, assert_value
 from tests.drafters.test_moa import PAPER, MoaPair, stages_of
-from tests.model_folders import edit_json, edit_tensors, refusal, tensors_of
+from tests.model_folders import tensors_of
 from tests.oracle import random_pair
-from tests.train.test_training import distill_config, metrics, pretrain_config
-from train import distill, pretrain
-from train.run.settings import load_config
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "mean": dict(layer_mixing="mean"),
@@ -50,11 +37,6 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "bare": dict(layer_mixing="mean", has_self_attention=False),
     "hidden": dict(hidden_in_memory=True),
 }
-QUICK = [("last", 1), ("no-sa", 1), ("hidden", 1)]
-CASES = [
-    pytest.param(name, n, marks=[] if (name, n) in QUICK else pytest.mark.slow)
-    for name, n in itertools.product(ABLATIONS, (0, 1))
-]
 T, PROMPT = 18, 7
 UNBOUNDED = Objective(MaskConfig(bounded=False))
 
@@ -98,7 +80,10 @@ def trained(pair: MoaPair, batch: Batch, objective: Objective = PAPER):
 # ---- drafting -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "num_reused"), CASES)
+@pytest.mark.parametrize(
+    ("name", "num_reused"),
+    [("last", 1), ("no-sa", 1), ("hidden", 1), pytest.param("bare", 0, marks=pytest.mark.slow)],
+)
 def test_cached_drafting_equals_training(name, num_reused, whole):
     target, drafter = whole
     drafter = without(drafter, **ABLATIONS[name], target_layer_inference=num_reused)
@@ -144,16 +129,15 @@ ROOTS = np.arange(PROMPT, T)
 
 
 @pytest.fixture(scope="module")
-def reusing(whole):
+def pair(whole) -> MoaPair:
     """The whole drafter, reusing one layer."""
     target, drafter = whole
     return stages_of(target, without(drafter, target_layer_inference=1))
 
 
-@pytest.mark.parametrize("num_reused", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_every_token_is_the_first_of_a_round(num_reused, whole, reusing):
+def test_every_token_is_the_first_of_a_round(pair):
     """What standard training gives at a token is what decoding gives at a root there."""
-    pair, batch = reusing if num_reused else stages_of(*whole), batch_of(len(ROOTS))
+    batch = batch_of(len(ROOTS))
     free_BTV, bound_BTV = (trained(pair, batch, each) for each in (UNBOUNDED, PAPER))
     drafted_BV = pair.cached(batch, ROOTS, 1)[:, 0]
     assert_close(free_BTV[0, ROOTS], drafted_BV, "roots")
@@ -162,9 +146,9 @@ def test_every_token_is_the_first_of_a_round(num_reused, whole, reusing):
     assert (error_B[1:] > 1e-2).all()
 
 
-def test_the_flag_chooses_the_rule(reusing):
+def test_the_flag_chooses_the_rule(pair):
     """The loss is that of the unbounded forward; no staircase, no period of known tokens."""
-    pair, batch = reusing, batch_of(len(ROOTS))
+    batch = batch_of(len(ROOTS))
     key, progress = jax.random.key(1), jnp.float32(0)
     for flag in (True, False):
         draws = train.draw(MaskConfig(bounded=flag), key, batch, progress)
@@ -173,15 +157,16 @@ def test_the_flag_chooses_the_rule(reusing):
     tapped = pair.tap(batch)
     loss = jax.jit(train.make_loss(pair.moa, UNBOUNDED))
     _, parts = loss(pair.drafter.params, pair.shared, batch, tapped, key, progress)
-    expected = cross_entropy(pair.shared, tapped, trained(pair, batch, UNBOUNDED), batch)
+    target_BTV = unembed(pair.shared, tapped.hidden_BTD)
+    each_BT = losses.soft_cross_entropy(target_BTV, trained(pair, batch, UNBOUNDED))
+    expected = losses.answer_mean(each_BT, batch.response_BT)
     assert_value(parts["cross_entropy"], expected, "cross-entropy")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_reused", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_first_tokens_are_trained_beside_the_others(num_reused, whole, reusing):
+def test_first_tokens_are_trained_beside_the_others(pair):
     """The loss of two passes over one memory is the mean of theirs, and so is its gradient."""
-    pair, batch = reusing if num_reused else stages_of(*whole), batch_of(3)
+    batch = batch_of(3)
     rest = (pair.shared, batch, pair.tap(batch), jax.random.key(1), jnp.float32(0.4))
 
     def gradient(**masks: bool):
@@ -192,17 +177,6 @@ def test_first_tokens_are_trained_beside_the_others(num_reused, whole, reusing):
     mean = jax.tree.map(lambda a, b: (a + b) / 2, bound, free)
     jax.tree.map(lambda a, b: assert_close(a, b, "both"), both, mean)
     assert abs(bound[1]["loss"] - free[1]["loss"]) > 1e-4
-
-
-def test_first_tokens_without_the_bound_are_refused():
-    with pytest.raises(InputError, match="leave first_tokens out"):
-        MaskConfig(first_tokens=True, bounded=False)
-
-
-@jax.jit
-def cross_entropy(shared, tapped, logits_BTV, batch: Batch):
-    each_BT = losses.soft_cross_entropy(unembed(shared, tapped.hidden_BTD), logits_BTV)
-    return losses.answer_mean(each_BT, batch.response_BT)
 
 
 # ---- files --------------------------------------------------------------------------------
@@ -229,150 +203,3 @@ def test_files_hold_what_is_there(name, whole, tmp_path):
         again = load_drafter(folder, target)
         assert again.config == ablated.config and not again.notices
         jax.tree.map(np.testing.assert_array_equal, again.params, ablated.params)
-    for layout in ("authors", "vllm"):
-        said = refusal(
-            save_drafter, tmp_path / "new", "moa", ablated.config, {}, target, layout=layout
-        )
-        assert f"the layout '{layout}' cannot say" in said and "choose ours" in said
-
-
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        ({"layer_mixing": "mean", "disable_LSA": True}, "9 tensors (layer_self_attention."),
-        ({"has_self_attention": False}, "has unexpected 11 tensors (self_attention."),
-    ],
-)
-def test_parts_that_a_config_leaves_out_are_unexpected(change, says, whole, tmp_path):
-    target, drafter = whole
-    save_drafter(tmp_path, "moa", drafter.config, drafter.params, target)
-    edit_json(tmp_path / "config.json", **change)
-    assert says in refusal(load_drafter, tmp_path, target)
-
-
-@pytest.mark.parametrize("how", ["mean", "last"])
-def test_files_without_layer_self_attention_say_what_memory_is_made_of(how, whole, tmp_path):
-    target, drafter = whole
-    save_drafter(tmp_path, "moa", drafter.config, drafter.params, target)
-    edit_tensors(tmp_path, "layer_self")
-    lacks = "lacks the tensor layer_self_attention.self_attn.k_proj.weight"
-    assert lacks in refusal(load_drafter, tmp_path, target)
-    edit_json(tmp_path / "config.json", disable_LSA=True)
-    assert "what its memory is made of" in refusal(load_drafter, tmp_path, target)
-    edit_json(tmp_path / "config.json", layer_mixing=how)
-    assert load_drafter(tmp_path, target).config.layer_mixing == how
-    edit_json(tmp_path / "config.json", layer_self_attention_intermediate_size=None)
-    assert "layer_self_attention_intermediate_size is None; choose" in refusal(
-        load_drafter, tmp_path, target
-    )
-
-
-# ---- settings -----------------------------------------------------------------------------
-
-
-@functools.cache
-def overridden(flags: str) -> DistillConfig:
-    return load_config("configs/moa_llama3_8b.py", DistillConfig, flags.split())
-
-
-def size_of(config: DistillConfig) -> int:
-    table = DRAFTERS["moa"].table(config.drafter, SHAPES[config.target])
-    return sum(int(np.prod(packing.shape)) for packing in table.values())
-
-
-def test_a_drafter_for_qwen2():
-    """28 heads do not divide a memory of width 1024, which leaves even heads of 36."""
-    config = moa_qwen2_7b.config
-    shape = SHAPES[config.target]
-    count = sum(int(np.prod(p.shape)) for p in convert.target_table(shape).values())
-    assert count == 7_615_616_512
-    assert abs(size_of(config) / 1e6 - 250) < 2
-    sa, ca, lsa = block_configs(config.drafter, shape)
-    assert (lsa.head_dim, lsa.hidden_size, lsa.qkv_bias) == (36, 1024, True)
-    assert sa.qkv_bias and not ca.qkv_bias
-
-
-# ---- the grid of ablations ----------------------------------------------------------------
-
-CELLS = dict(ablations.config.cells)
-
-
-def at_toy_size(cell: DistillConfig, folder, target) -> DistillConfig:
-    """Two updates of the cell for a toy target, with MLPs of a 16th."""
-    toy, drafter = distill_config(folder, target), cell.drafter
-    if isinstance(drafter, IndependentConfig):
-        block = BlockConfig(16, 2, 1, 8, 24, 1e-5, 10_000.0, None)
-        model = dataclasses.replace(drafter.model, vocab_size=320, block=block)
-        drafter = dataclasses.replace(drafter, model=model)
-    else:
-        widths = [field.name for field in dataclasses.fields(drafter)]
-        widths = {w: getattr(drafter, w) // 16 for w in widths if w.endswith("intermediate_size")}
-        drafter = dataclasses.replace(drafter, **widths)
-    return dataclasses.replace(
-        cell,
-        target=toy.target,
-        drafter=drafter,
-        data=toy.data,
-        optim=dataclasses.replace(toy.optim, total_steps=2),
-        run=toy.run,
-        output=toy.output,
-    )
-
-
-def test_every_ablation_of_training_is_a_cell():
-    """Each differs from MoA in the settings that its name says, and no two are alike."""
-    base = fingerprint(CELLS["moa"])
-    different = {
-        name: frozenset(text.split(": ")[0] for text in changes(base, cell))
-        for name, cell in CELLS.items()
-    }
-    width = "drafter.self_attention_intermediate_size"
-    width = {width, width.replace("self", "cross")}
-    assert {name: set(found) for name, found in different.items() if len(found) < 4} == {
-        "moa": set(),
-        "without_lsa_mean": width | {"drafter.layer_mixing"},
-        "without_lsa_last": width | {"drafter.layer_mixing"},
-        "without_sa": width | {"drafter.has_self_attention"},
-        "without_bound": {"masks.bounded"},
-        "without_staircase": {"masks.staircase"},
-        "n1": {"drafter.target_layer_inference"},
-        "n3": {"drafter.target_layer_inference"},
-        "near_horizon": {"masks.shortest_future", "masks.longest_future"},
-        "far_horizon": {"masks.shortest_future", "masks.longest_future"},
-        "whole_answer": {"masks.variable_future_length"},
-        "without_feature_loss": {"loss.feature_weight"},
-        "half_width": width,
-        "double_width": width,
-    }
-    assert len({json.dumps(fingerprint(cell)) for cell in CELLS.values()}) == len(CELLS) == 16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CELLS)
-def test_every_cell_trains(name, small_target, tmp_path):
-    config = at_toy_size(CELLS[name], tmp_path, small_target)
-    assert distill.distill(config)
-    (trained,), (evaluated,) = metrics(tmp_path, "train"), metrics(tmp_path, "eval")
-    assert trained["step"] == 2 and 0 < trained["grad_norm"] < 1e3
-    assert 1 <= evaluated["simulated_tau"] <= 1 + config.horizon
-    assert load_drafter(tmp_path / "draft", load_target(small_target)).config == config.drafter
-
-
-@pytest.mark.slow
-def test_a_cell_trains_for_a_qwen2_target(small_target, tmp_path):
-    """Its attention has biases, and MoA's self-attention has them too; drafted text is plain."""
-    toy = pretrain_config(tmp_path / "target")
-    block = dataclasses.replace(toy.target.block, qkv_bias=True)
-    # transformers' Qwen tokenizer adds a token of its own to the 320
-    qwen2 = dataclasses.replace(toy.target, family="qwen2", block=block, vocab_size=328)
-    tokenizer = str(small_target.parent / "tokenizer")
-    pretrain.pretrain(dataclasses.replace(toy, target=qwen2, tokenizer=tokenizer))
-    config = at_toy_size(CELLS["n1"], tmp_path, toy.output)
-    assert distill.distill(config)
-    target = load_target(toy.output, jnp.float32)
-    drafter = load_drafter(config.output, target)
-    assert target.config == qwen2 and "bias" in drafter.params["self_attention"]["attention"]["qkv"]
-    prompt = [[0, 1, 40, 41, 4, 2]]
-    (found,) = Session(target, drafter, DraftShape(4)).generate(prompt, 12, [])
-    (plain,) = Session(target).generate(prompt, 12, [])
-    assert found.token_ids == plain.token_ids

@@ -1,6 +1,4 @@
-"""What holds for every kind of drafter: drafting as trained, texts that stay, files, training."""
-
-# ruff: noqa: F811 (an imported fixture is an argument too)
+"""What holds for every kind of drafter: drafting as trained, files, training."""
 
 from __future__ import annotations
 
@@ -15,24 +13,19 @@ import pytest
 from moa_jax import load_drafter, load_target
 from moa_jax.config import (
     BorrowedConfig,
-    DraftShape,
     Eagle3Config,
     EagleConfig,
     GlideConfig,
     IndependentConfig,
+    MoaConfig,
 )
 from moa_jax.pretrained import LoadedDrafter, Target, save_drafter
 from tests.drafting import (
-    CHAIN,
-    TREE,
-    assert_changes_nothing,
     assert_drafting_equals_training,
     assert_training_makes_a_drafter,
-    calm_target,  # noqa: F401
     calm_target_of,
     untrained,
 )
-from tests.pairs import PROMPTS
 
 SMALL = dict(hidden_size=24, num_heads=3, num_kv_heads=1, head_dim=8)
 
@@ -57,9 +50,6 @@ KINDS: dict[str, tuple[str, Any]] = {
     "borrowed": ("independent-borrowed", lambda target: BorrowedConfig(one_layer(target))),
 }
 SLOW = {"eagle-authors", "eagle3-whole"}
-kinds = pytest.mark.parametrize(
-    "kind", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else []) for x in KINDS]
-)
 
 
 @pytest.fixture(scope="module")
@@ -84,30 +74,11 @@ def cut_short(target: Target) -> LoadedDrafter:
     )
 
 
-@kinds
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else []) for x in KINDS]
+)
 def test_cached_drafting_equals_training(kind, wide_target):
     assert_drafting_equals_training(wide_target, drafter_of(kind, wide_target))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_drafts_change_nothing(kind, wide_target):
-    assert_changes_nothing(wide_target, drafter_of(kind, wide_target))
-
-
-@pytest.mark.parametrize("shape", [CHAIN, pytest.param(TREE, marks=pytest.mark.slow)], ids=str)
-def test_drafts_that_are_accepted_change_nothing(calm_target, shape):
-    for row in assert_changes_nothing(calm_target, cut_short(calm_target), [shape]):
-        assert max(row) > 1.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [DraftShape(4), DraftShape(4, sampled=True)], ids=str)
-def test_prompt_lookup_changes_nothing(wide_target, shape):
-    """Greedy texts of a small model repeat: there it is often right."""
-    drafter = load_drafter("lookup", wide_target)
-    taus = assert_changes_nothing(wide_target, drafter, (shape,), PROMPTS[::-1])
-    assert all(greedy > 1.5 for greedy, *_ in taus), "hardly a draft was accepted"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,11 +95,12 @@ def test_saved_as_it_is_loaded(kind, wide_target, tmp_path):
 @pytest.mark.parametrize(
     "config_for",
     [
+        lambda _: MoaConfig(1, 24, 1, 24, 1, 16, layer_mixing="last", has_self_attention=False),
         lambda _: GlideConfig(1, 24, 4),
         lambda target: BorrowedConfig(one_layer(target, intermediate_size=24)),
         lambda target: IndependentConfig(one_layer(target, intermediate_size=24)),
     ],
-    ids=["glide", "borrowed", "independent"],
+    ids=["moa-ablated", "glide", "borrowed", "independent"],
 )
 def test_a_trained_one_decodes(config_for, small_target, tmp_path):
     config = config_for(load_target(small_target))

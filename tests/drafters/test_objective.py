@@ -22,10 +22,9 @@ from moa_jax.config import (
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import distill_loss, losses
 from moa_jax.drafters.moa import make
-from moa_jax.model import attention, chunks
-from moa_jax.model import llama as llama
+from moa_jax.model import attention, llama
 from moa_jax.model.cache import KV
-from moa_jax.training.distillation import abstract_frozen, make_loss, make_probe
+from moa_jax.training.distillation import abstract_frozen, make_loss
 from tests.compare import assert_norm_close, assert_value
 
 TARGET = TargetConfig("llama", 96, 3, BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None), False, 64)
@@ -68,15 +67,6 @@ def gradient_of(objective: Objective, progress: float = 0.5):
 # ---- chunks -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, 10, 30, 99])
-def test_chunks_of_any_size_cover_all_tokens_once(size):
-    x_BTD = jnp.arange(2.0 * T * 3).reshape(2, T, 3)
-    total = chunks.sum_over(lambda x: {"sum": x.sum((0, 1))}, x_BTD, size)
-    np.testing.assert_array_equal(total["sum"], x_BTD.sum((0, 1)))
-    joined = chunks.map_over(lambda x: 2 * x, x_BTD, size, axis=1)
-    np.testing.assert_array_equal(joined, 2 * x_BTD)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", [Objective(), ON_POLICY], ids=["paper", "on-policy"])
 def test_chunked_training_equals_plain(objective):
@@ -103,28 +93,11 @@ def test_long_attention_in_chunks_equals_short(monkeypatch):
     jax.tree.map(lambda a, b: assert_norm_close(a, b, "gradient"), found(), whole)
 
 
-def test_probe_in_chunks_equals_whole(monkeypatch):
-    from moa_jax.training import distillation
-
-    drafter = make(DRAFTER, TARGET)
-    params, batch = jax.jit(drafter.init)(jax.random.key(2)), batch_of()
-
-    def found():
-        probe = make_probe(TARGET, drafter, jnp.float32, 4)
-        return jax.jit(probe)(params, stacked_target(), batch)
-
-    whole = found()
-    monkeypatch.setattr(distillation, "EVALUATION_CHUNK", 8)
-    for name, value in found().items():
-        np.testing.assert_allclose(value, whole[name], rtol=1e-5, err_msg=name)
-
-
 @pytest.mark.parametrize("token", ["cross_entropy", "total_variation", "log_acceptance"])
 def test_gradients_made_beside_the_logits_are_those_of_a_backward_pass(token):
     """For drafts of unlike weights, and wherever a program takes the gradient."""
     shared, batch = stacked_target(), batch_of()
-    drawn = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
-    hidden_BTD, features = drawn(1, 3, T, 32), [drawn(2, 3, T, 32), drawn(3, 3, T, 32)]
+    hidden_BTD, *features = jax.random.normal(jax.random.key(1), (3, 3, T, 32))
     asked = [batch.response_BT, batch.response_BT & (batch.position_BT > 12)]
 
     def total(features, size):
@@ -136,45 +109,10 @@ def test_gradients_made_beside_the_logits_are_those_of_a_backward_pass(token):
     gradient = lambda f: jax.jit(jax.value_and_grad(f, has_aux=True))(features)
     (expected, parts), slopes = gradient(lambda x: total(x, 0))
     again = jax.checkpoint(lambda x: total(x, 7))
-    for within in (lambda x: total(x, 7), jax.jit(lambda x: total(x, 7)), again):
+    for within in (lambda x: total(x, 7), again):
         (value, found), made = gradient(within)
-        jax.tree.map(
-            lambda a, b: assert_norm_close(a, b, token),
-            (value, found, made),
-            (expected, parts, slopes),
-        )
-
-
-@pytest.mark.parametrize("draft_ids", [None, tuple(range(1, 96, 3))], ids=["whole", "some"])
-def test_drafts_scored_together_equal_each_alone(draft_ids, monkeypatch):
-    """Losses and gradients, and the target's head is asked no more often than for one."""
-    objective = Objective(chunks=ChunkConfig(head=7), loss=LossConfig("log_acceptance"))
-    shared, batch, scored = stacked_target(), batch_of(), []
-    unembed = llama.unembed
-    monkeypatch.setattr(llama, "unembed", lambda *x: scored.append(1) or unembed(*x))
-    drawn = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
-    head_DU, hidden_BTD = drawn(0, 32, len(draft_ids or range(96))), drawn(1, 3, T, 32)
-    features = [drawn(2, 3, T, 32), drawn(3, 3, T, 32)]
-    asked = [batch.response_BT, batch.response_BT & (batch.position_BT > 12)]
-
-    def parts(head_DU, drafts):
-        head = lambda x_BTD: x_BTD @ head_DU
-        return distill_loss.token_losses(objective, shared, head, hidden_BTD, drafts, draft_ids)
-
-    def total(together, head_DU, features):
-        drafts = [distill_loss.Draft(*each) for each in zip(features, asked, strict=True)]
-        scored.clear()
-        first, second = (
-            parts(head_DU, drafts) if together else [parts(head_DU, [x])[0] for x in drafts]
-        )
-        return first["log_acceptance"] + 3 * second["log_acceptance"], (first, second, len(scored))
-
-    both = jax.jit(jax.value_and_grad(total, (1, 2), has_aux=True), static_argnums=0)
-    (value, (*found, once)), grads = both(True, head_DU, features)
-    (expected, (*alone, twice)), expected_grads = both(False, head_DU, features)
-    assert 2 * once == twice
-    compared = lambda a, b: assert_norm_close(a, b, "together")
-    jax.tree.map(compared, (value, found, grads), (expected, alone, expected_grads))
+        compared = (value, found, made), (expected, parts, slopes)
+        jax.tree.map(lambda a, b: assert_norm_close(a, b, token), *compared)
 
 
 # ---- losses -------------------------------------------------------------------------------
@@ -198,8 +136,6 @@ def test_loss_is_the_token_loss_chosen(token):
     cfg = LossConfig(token, token_weight=2.0, feature_weight=0.0)
     gradient, parts = gradient_of(Objective(loss=cfg))
     assert_value(parts["loss"], 2.0 * parts[token], token)
-    if token == "log_acceptance":  # Jensen: the mean of -log x is at least -log of the mean
-        assert parts[token] >= -np.log(1 - parts["total_variation"]) - 1e-6
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
 
 
@@ -211,18 +147,15 @@ def test_feature_loss_fades(progress, weight):
     assert_value(parts["loss"], 0.1 * parts["cross_entropy"] + weight * feature, "loss")
 
 
-@pytest.mark.parametrize("weights", [(-1.0, 1.0), (0.1, float("nan")), (float("inf"), 1), (0, 0)])
-def test_weights_that_are_no_loss_are_refused(weights):
-    with pytest.raises(InputError, match="choose numbers from 0 on, not both 0"):
-        LossConfig("cross_entropy", *weights)
-
-
 @pytest.mark.parametrize(
     "make_config",
     [
-        partial(MaskConfig, shortest_future=0),
-        partial(MaskConfig, shortest_future=9, longest_future=8),
+        partial(LossConfig, "cross_entropy", -1.0, 1.0),
+        partial(LossConfig, "cross_entropy", 0.1, float("nan")),
+        partial(LossConfig, "cross_entropy", 0, 0),
         partial(LossConfig, feature_fade=0.0),
+        partial(MaskConfig, shortest_future=9, longest_future=8),
+        partial(MaskConfig, first_tokens=True, bounded=False),
         partial(ChunkConfig, head=-1),
     ],
 )
@@ -239,8 +172,7 @@ def test_no_array_of_tokens_by_vocabulary_lives():
     V, rows, length = 5_003, 2, 64
     cfg = dataclasses.replace(TARGET, vocab_size=V)
     abstract = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
-    fields = (jnp.int32, jnp.int32, jnp.int32, jnp.bool_)
-    batch = Batch(*(abstract((rows, length), dtype) for dtype in fields))
+    batch = Batch(*(abstract((rows, length), dtype) for dtype in ("int32",) * 3 + ("bool",)))
 
     def shapes(size: int) -> str:
         drafter = make(DRAFTER, cfg, Objective(chunks=ChunkConfig(size, size)))

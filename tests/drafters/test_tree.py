@@ -8,7 +8,6 @@ import pytest
 from moa_jax.config import DraftShape
 from moa_jax.drafters import tree as tree_lib
 from moa_jax.drafters.api import CandidateSampler
-from moa_jax.model import topk
 from moa_jax.model.topk import PIECE
 from tests.drafting import shown
 
@@ -56,19 +55,6 @@ def example(monkeypatch):
 )
 def test_the_example_of_a_dynamic_tree(example, name):
     np.testing.assert_allclose(example[name], shown(tree_lib.__doc__, name), rtol=1e-6)
-
-
-def test_the_steps_between(example):
-    best_W = np.array(shown(tree_lib.__doc__, "best_BW"))
-    assert shown(tree_lib.__doc__, "slot_BW") == (best_W // 2).tolist()
-    assert shown(tree_lib.__doc__, "place_BW") == (1 + 2 + best_W).tolist()
-    assert example["parent_BX"][6::2].tolist() == shown(tree_lib.__doc__, "place_BW")
-    score_X = np.array(shown(tree_lib.__doc__, "score_BX"))
-    chosen = sorted(np.argsort(-score_X)[:4].tolist())
-    assert shown(tree_lib.__doc__, "chosen_BN") == chosen
-    assert shown(tree_lib.__doc__, "wanted_BN") == [
-        shown(tree_lib.__doc__, "parent_BX")[i] for i in chosen
-    ]
     root, level_1, level_2 = example["fed"]
     assert root == ([5], [[1]])
     assert level_1 == ([7, 8], [[1, 1, 0], [1, 0, 1]])
@@ -77,54 +63,10 @@ def test_the_steps_between(example):
 
 def test_the_example_of_a_static_tree():
     paths = ((0,), (1,), (1, 0), (1, 1))
-    levels = tree_lib.static_levels(paths)
-    doc = tree_lib.StaticLevel.__doc__
-    assert [*levels[0].slot, *levels[1].slot] == shown(doc, "slot")
-    assert [*levels[0].rank, *levels[1].rank] == shown(doc, "rank")
-    assert [*levels[0].fed, *levels[1].fed] == shown(doc, "fed")
-    assert levels[0].ancestor_WX.tolist() == [shown(doc, "ancestor_WX")]
-    assert levels[1].ancestor_WX.shape == (0, 2)
     tree, fed = tree_lib.grow(step, [], jnp.array([5]), DraftShape(3, paths=paths), GUIDE)
     assert fed == [([5], [[1]]), ([8], [[1, 1]])]
     assert tree.tokens_BN[0].tolist() == [5, 7, 8, 3, 4]
     assert tree.parent_BN[0].tolist() == [0, 0, 0, 2, 2]
-
-
-# ---- candidates ---------------------------------------------------------------------------
-
-
-def orders() -> dict[str, np.ndarray]:
-    """Rows (1, 3, U) in which equals decide."""
-    rng = np.random.default_rng(0)
-    some_are_out = rng.normal(size=(1, 3, 64))
-    some_are_out[..., 5:60] = -np.inf
-    return {
-        "no ties": rng.normal(size=(1, 3, 64)),
-        "many ties": rng.integers(0, 3, (1, 3, 64)),
-        "all alike": np.zeros((1, 3, 64)),
-        "zeros of both signs": rng.choice([0.0, -0.0, -1.0], (1, 3, 64)),
-        "nearly all are out": some_are_out,
-        "none is left": np.full((1, 3, 64), -np.inf),
-        "the last piece is short": rng.integers(0, 3, (1, 3, 57)),
-        "a short piece that is out": np.full((1, 3, 33), -np.inf),
-        "one piece": rng.integers(0, 3, (1, 3, 8)),
-    }
-
-
-@pytest.mark.parametrize("name", orders())
-def test_the_best_of_pieces_are_the_best_of_all(name, monkeypatch):
-    """The same values at the same places as `lax.top_k`, fewer or more than a piece has."""
-    order_BWU = jnp.asarray(orders()[name], jnp.float32)
-    monkeypatch.setattr(topk, "PIECE", 8)
-    for count in (1, 2, 7, 8, 12, order_BWU.shape[-1]):
-        if count <= order_BWU.shape[-1]:
-            value_BWk, place_BWk = topk.top_k(order_BWU, count)
-            expected_BWk, index_BWk = jax.lax.top_k(order_BWU, count)
-            np.testing.assert_array_equal(place_BWk, index_BWk)
-            np.testing.assert_array_equal(value_BWk, expected_BWk)
-            assert place_BWk.dtype == jnp.int32
-    with pytest.raises(ValueError, match="must be no larger"):
-        topk.top_k(order_BWU, order_BWU.shape[-1] + 1)
 
 
 @pytest.mark.parametrize("size", [PIECE, 2 * PIECE + 1, 16 * 8016])

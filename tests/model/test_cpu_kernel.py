@@ -9,7 +9,6 @@ from infer.bench.plan.hlo import ENTRY, arrays, parse
 from moa_jax.model import quantize
 from moa_jax.model.kernels import cpu
 from moa_jax.model.kernels.cpu import Panels
-from moa_jax.model.layers import Linear
 from tests.compare import assert_close
 
 KERNEL = np.random.default_rng(0).standard_normal((96, 3, 4, 16), np.float32)
@@ -22,9 +21,6 @@ def test_products_equal_those_with_the_matrix(rows):
     assert isinstance(kernel, Panels) and kernel.shape == KERNEL.shape
     want = np.tensordot(x, KERNEL, 1)
     assert_close(quantize.matmul(x, kernel, jnp.float32), want, 2e-6)
-    linear = Linear(KERNEL.shape[1:], bias=True)
-    bias = np.full(KERNEL.shape[1:], 0.5, np.float32)
-    assert_close(linear.apply({"params": {"kernel": kernel, "bias": bias}}, x), want + 0.5, 2e-6)
 
 
 @pytest.mark.skipif(not cpu.is_fast(), reason="panels need XLA's library for CPUs")
@@ -45,15 +41,6 @@ def test_a_matrix_comes_back():
     np.testing.assert_array_equal(quantize.columns(matrix, ids), KERNEL.reshape(96, -1)[:, ids])
 
 
-def test_what_panels_do_not_help_stays():
-    odd, half = jnp.ones((96, 40)), jnp.ones((96, 64), jnp.bfloat16)
-    params = {"a": {"kernel": odd}, "b": {"kernel": half}, "c": {"scale": jnp.ones((64, 64))}}
-    found = quantize.in_panels(params)
-    jax.tree.map(np.testing.assert_array_equal, found, params)
-    once = quantize.in_panels({"kernel": jnp.asarray(KERNEL)})
-    assert quantize.in_panels(once)["kernel"].columns_PDC is once["kernel"].columns_PDC
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_each_product_is_one_library_call(rows):
     """XLA would spread the weights over the rows, once for both products, and store that.
@@ -70,24 +57,3 @@ def test_each_product_is_one_library_call(rows):
     calls = [arrays(each.shape)[0] for each in main if "__ynn_fusion" in each.attributes]
     assert [call.dims for call in calls] == [(2, max(rows, 2), 64)] * 2  # panels are outermost
     assert max(each.size for each in main) <= kernel.columns_PDC.nbytes
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_products_in_bfloat16_are_library_calls_on_weights_as_they_are(rows):
-    """XLA's library has none of one row, and none with results in bfloat16."""
-
-    def product(x, kernel):
-        return quantize.matmul(x, kernel, x.dtype)
-
-    x, kernel = jnp.ones((1, rows, 128), jnp.bfloat16), jnp.ones((128, 2, 64), jnp.bfloat16)
-    assert product(x, kernel).shape == (1, rows, 2, 64)
-    hlo = jax.jit(product).lower(x, kernel).compile().as_text()
-    assert hlo.count("__ynn_fusion") == 1
-    shapes = [array for each in parse(hlo)[ENTRY].values() for array in arrays(each.shape)]
-    assert {array.dtype for array in shapes if array.size >= 128 * 128} == {"bf16"}
-
-
-def test_without_the_library_nothing_is_cut(monkeypatch):
-    monkeypatch.setattr(cpu, "is_fast", lambda: False)
-    kernel = jnp.asarray(KERNEL)
-    assert cpu.cut(kernel) is kernel

@@ -39,13 +39,6 @@ def test_int8_rounds_to_the_nearest_of_255_steps(dtype, summed):
     assert np.abs(np.asarray(matrix.values, int)).max(summed).tolist() == [127] * step.size
 
 
-@pytest.mark.parametrize("summed", [0, 1])
-def test_no_float32_copy_is_stored(summed):
-    shape = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
-    program = jax.jit(quantize.quantize, static_argnums=(1, 2)).lower(shape, "int8", summed)
-    assert program.compile().memory_analysis().temp_size_in_bytes < 512 * 512
-
-
 def test_fp8_keeps_three_bits_behind_the_point():
     weight = drawn(40, 24)
     matrix = quantize.quantize(weight, "fp8", 0)
@@ -93,20 +86,6 @@ def test_a_tpu_looks_few_rows_up_in_their_tiles(count, monkeypatch):
     assert ("reduce_sum" in tiled) == (count == 64) and "reduce_sum" not in program
 
 
-def test_bfloat16_products_are_rounded_once():
-    """Sums and scales are float32: only the result is rounded to bfloat16."""
-    x, matrix = (
-        drawn(9, 64, dtype="bfloat16"),
-        quantize.quantize(drawn(64, 48, dtype="bfloat16", seed=1), "int8", 0),
-    )
-    found = quantize.matmul(x, matrix, x.dtype)
-    exact = np.asarray(x, np.float64) @ restored(matrix, 0)
-    assert found.dtype == jnp.bfloat16
-    error = np.abs(np.asarray(found, np.float64) - exact)
-    # Half a unit in the last place of 8 bits, and what float32 sums lose where terms cancel.
-    assert np.all(error <= 2**-9 * 2 ** np.ceil(np.log2(np.abs(exact))) + 1e-3)
-
-
 @both
 @pytest.mark.parametrize("smallest", [0.0, 1e-38])
 def test_channels_of_nothing_give_nothing(weights, smallest):
@@ -119,10 +98,9 @@ def test_channels_of_nothing_give_nothing(weights, smallest):
 
 
 @both
-@pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_a_damaged_channel_has_a_scale_that_shows_it(weights, wrong):
-    matrix = quantize.quantize(drawn(8, 3).at[5, 1].set(wrong), weights, 0)
-    assert np.isfinite(matrix.scale).tolist() == [True, False, True]
+def test_a_damaged_channel_has_a_scale_that_shows_it(weights):
+    matrix = quantize.quantize(drawn(8, 4).at[5, 1:3].set([np.nan, np.inf]), weights, 0)
+    assert np.isfinite(matrix.scale).tolist() == [True, False, False, True]
 
 
 @both
@@ -130,13 +108,8 @@ def test_matrices_of_a_tree_are_quantized_and_no_vectors(calm_target, weights): 
     params = calm_target.params
     found = quantize_params(params, weights)
     assert (format_of(params), format_of(found)) == (None, weights)
-    kept = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(
-        found, is_leaf=lambda leaf: isinstance(leaf, Quantized)
-    ):
-        name = path[-1].key
-        kept[name] = kept.get(name, True) and not isinstance(leaf, Quantized)
-        assert leaf.dtype == jnp.float32
-    assert kept == {"embed": False, "kernel": False, "scale": True, "lm_head": False}
+    is_matrix = lambda leaf: isinstance(leaf, Quantized)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(found, is_leaf=is_matrix):
+        assert is_matrix(leaf) == (path[-1].key != "scale") and leaf.dtype == jnp.float32
     size = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     assert size(found) < 0.32 * size(params)

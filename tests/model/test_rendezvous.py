@@ -13,9 +13,8 @@ import pytest
 
 from moa_jax.errors import InputError
 from moa_jax.runtime import rendezvous
-from moa_jax.runtime.multihost import Failure, ProcessGroup
 from moa_jax.runtime.rendezvous import ProcessSpec, connect
-from tests.meeting import free_port, wait_for
+from tests.meeting import free_port
 
 REJECTED = "rejected a connection that did not identify itself"
 
@@ -75,10 +74,7 @@ def test_without_process_0_the_others_say_so():
     "change, line",
     [
         ({"process_id": 1}, "two processes have the id 1; number them from 0"),
-        (
-            {"num_processes": 4},
-            "--processes: 4 for process 2, 3 for process 0",
-        ),
+        ({"num_processes": 4}, "--processes: 4 for process 2, 3 for process 0"),
     ],
 )
 def test_places_that_contradict_each_other_are_refused(change, line):
@@ -87,24 +83,6 @@ def test_places_that_contradict_each_other_are_refused(change, line):
     assert line in told
     for each in (found, wrong):  # process 0 has ended where one comes late
         assert line in each or "did not answer" in each
-
-
-def test_who_ends_without_a_farewell_has_died(monkeypatch):
-    """Its line ends; others hear it from process 0, which ends then, too."""
-    monkeypatch.setattr(ProcessGroup, "_end_on_failure", lambda group: None)  # it would exit
-    with ThreadPoolExecutor(3) as pool:
-        sockets = list(pool.map(lambda place: connect(place, 20.0), places(3)))
-    first, third = (ProcessGroup(print, peers=sockets[index]) for index in (0, 2))
-    sockets[1][0].close()
-    wait_for(lambda: first._failure, 10)
-    assert first._failure == Failure(0, "process 1 has died", 1)
-    for each in (first, third):
-        each.say_goodbye()
-    wait_for(lambda: first._finished == {2} and third._finished == {0}, 10)
-    for each in (sockets[0][2], sockets[2][0]):
-        each.shutdown(socket.SHUT_RDWR)
-    wait_for(lambda: first._gone == {1, 2} and third._gone == {0}, 10)
-    assert third._failure is None
 
 
 def test_strangers_keep_nobody_waiting(monkeypatch, caplog):

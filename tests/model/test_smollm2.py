@@ -33,13 +33,8 @@ from tests.oracle import moa as oracle
 
 pytestmark = pytest.mark.slow
 
-# The pieces in which a text of each length goes through the caches: chunks, then fewer tokens.
-PIECES = {
-    1: [1],
-    7: [3, 3, 1],
-    128: [32] * 3 + [3] * 10 + [1] * 2,
-    2048: [128] * 15 + [32] * 3 + [3] * 10 + [1] * 2,
-}
+
+LENGTHS = (7, 2048)
 # A key turns by its position in radians and less, which float32 rounds by up to 6e-8 of itself; the
 # keys of later positions therefore differ by more than all other arrays.
 ANGLE = 3e-8  # of the largest key, for each position
@@ -63,7 +58,7 @@ def smol(smollm2_gguf) -> Smol:
     questions = [turn for question in load_suite("demo") for turn in question.turns]
     prompts = [asking(text, tokenizer) for text in (*questions, *TEXTS)]
     text = [token for prompt in prompts for token in prompt]
-    text_T = np.resize(np.array(text, np.int32), max(PIECES))
+    text_T = np.resize(np.array(text, np.int32), max(LENGTHS))
     return Smol(ours, transformers_logits.load(smollm2_gguf), text_T, prompts[:20])
 
 
@@ -75,48 +70,20 @@ def whole(cfg: Any, params: Any, tokens_1T: jax.Array) -> llama.ForwardOutput:
     return llama.forward(cfg, params, tokens_1T, context, range(cfg.num_layers))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def piece(
-    cfg: Any, params: Any, tokens_1T: jax.Array, start: jax.Array, caches: Any
-) -> llama.ForwardOutput:
-    """One pass over tokens from `start` on, every residual stream tapped."""
-    T = tokens_1T.shape[1]
-    sight = masks.cache_mask(start[None], masks.causal_tree(T))
-    context = llama.Context((start + jnp.arange(T))[None], sight, caches)
-    return llama.forward(cfg, params, tokens_1T, context, range(cfg.num_layers))
-
-
-def in_pieces(cfg: Any, params: Any, tokens_1T: np.ndarray) -> llama.ForwardOutput:
-    """The same text in chunks and then by few tokens; keys and values are those of the caches."""
-    T, start, passes = tokens_1T.shape[1], 0, []
-    caches = llama.init_caches(cfg, 1, T, jnp.float32)
-    for count in PIECES[T]:
-        found = piece(cfg, params, tokens_1T[:, start : start + count], np.int32(start), caches)
-        passes.append(found)
-        caches, start = found.caches, start + count
-    assert start == T
-    join = lambda *parts: np.concatenate(parts, axis=1)
-    hidden_1TD, tapped = jax.tree.map(join, *((each.hidden_BTD, each.tapped) for each in passes))
-    return llama.ForwardOutput(hidden_1TD, caches, tapped, None)
-
-
-@pytest.mark.parametrize("count", PIECES)
+@pytest.mark.parametrize("count", LENGTHS)
 def test_every_layer_of_smollm2_equals_transformers(smol, count):
-    """States, keys, values and logits, of one pass and of pieces through the caches."""
+    """States, keys, values and logits."""
     cfg, params = smol.ours.config, smol.ours.params
     tokens_1T = smol.text_T[None, :count]
-    ids_1T = torch.from_numpy(tokens_1T.astype(np.int64))
-    seen = oracle.observe(smol.model, ids_1T)
+    seen = oracle.observe(smol.model, torch.from_numpy(tokens_1T.astype(np.int64)))
+    found = whole(cfg, params, tokens_1T)
+    for index, stream_1TD in enumerate([*found.tapped, found.hidden_BTD]):
+        assert_close(stream_1TD, seen.hidden_LBTD[index], f"stream {index}")
+    keys_LBKTE, values_LBKTE = llama.stack_rows(found.rows)
+    assert_close(keys_LBKTE, seen.key_LBKTE, "keys", max(ARRAYS, ANGLE * count))
+    assert_close(values_LBKTE, seen.value_LBKTE, "values")
     logits_1TV = smol.model.lm_head(seen.hidden_LBTD[-1]).numpy()
-    for name, run in {"whole": whole, "in pieces": in_pieces}.items():
-        found = run(cfg, params, tokens_1T)
-        for index, stream_1TD in enumerate([*found.tapped, found.hidden_BTD]):
-            assert_close(stream_1TD, seen.hidden_LBTD[index], f"{name}: stream {index}")
-        keys_LBKTE, values_LBKTE = llama.stack_rows(found.rows)
-        assert_close(keys_LBKTE, seen.key_LBKTE, f"{name}: keys", max(ARRAYS, ANGLE * count))
-        assert_close(values_LBKTE, seen.value_LBKTE, f"{name}: values")
-        logits = llama.unembed(params, found.hidden_BTD)
-        assert_close(logits, logits_1TV, f"{name}: logits")
+    assert_close(llama.unembed(params, found.hidden_BTD), logits_1TV, "logits")
 
 
 def test_greedy_text_of_smollm2_equals_transformers(smol):

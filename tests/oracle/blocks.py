@@ -61,17 +61,13 @@ def rope_frequency(theta: float, head_dim: int, scaling: Mapping | None = None) 
     by `factor`, and blends in between.
     """
     frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    kind = scaling["rope_type"] if scaling else "default"
-    if kind == "default":
+    if scaling is None or scaling["rope_type"] == "default":
         return frequency
-    if kind == "linear":
-        return frequency / scaling["factor"]
-    if kind == "llama3":
-        turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return keep * frequency + (1 - keep) * frequency / scaling["factor"]
-    raise ValueError(f"the oracle knows no rope_type {kind!r}; use default, linear or llama3")
+    assert scaling["rope_type"] == "llama3"
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * frequency + (1 - keep) * frequency / scaling["factor"]
 
 
 def rotate(x_BHTE: Tensor, position_BT: Tensor, frequency: Tensor) -> Tensor:
@@ -109,10 +105,14 @@ def apply(
     q_BHTE = block.heads("q", block.norm("input_layernorm", x_BTD))
     q_BHTE = rotate(q_BHTE, position_BT, block.frequency)
     mixed_BTX = attend(q_BHTE, k_BKSE, v_BKSE, mask_BTS).transpose(1, 2).flatten(-2)
-    y_BTD = x_BTD + block.linear("self_attn.o_proj", mixed_BTX)
-    h_BTD = block.norm("post_attention_layernorm", y_BTD)
+    return add_mlp(block, x_BTD + block.linear("self_attn.o_proj", mixed_BTX))
+
+
+def add_mlp(block: TorchBlock, x_BTD: Tensor) -> Tensor:
+    """The second half of a block, its residual included."""
+    h_BTD = block.norm("post_attention_layernorm", x_BTD)
     gate = functional.silu(block.linear("mlp.gate_proj", h_BTD))
-    return y_BTD + block.linear("mlp.down_proj", gate * block.linear("mlp.up_proj", h_BTD))
+    return x_BTD + block.linear("mlp.down_proj", gate * block.linear("mlp.up_proj", h_BTD))
 
 
 def self_attend(block: TorchBlock, x_BTD: Tensor, position_BT: Tensor, mask_BTT: Tensor) -> Tensor:

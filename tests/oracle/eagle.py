@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .blocks import TorchBlock, attend, causal, rms_norm, rope_frequency, rotate
+from .blocks import TorchBlock, add_mlp, attend, causal, rms_norm, rope_frequency, rotate
 
 Weights = Mapping[str, Tensor]
 Layer = Callable[..., Tensor]
@@ -31,45 +31,37 @@ class Reads(NamedTuple):
     head: Tensor
 
 
-def _part(weights: Weights, prefix: str, head_dim: int, eps: float, theta: float) -> TorchBlock:
+class Sizes(NamedTuple):
+    """What shapes of weights do not say."""
+
+    head_dim: int
+    eps: float
+    theta: float
+
+
+def _part(weights: Weights, prefix: str, sizes: Sizes) -> TorchBlock:
     inside = {name.removeprefix(prefix): x for name, x in weights.items() if prefix in name}
-    return TorchBlock(inside, head_dim, eps, rope_frequency(theta, head_dim))
+    frequency = rope_frequency(sizes.theta, sizes.head_dim)
+    return TorchBlock(inside, sizes.head_dim, sizes.eps, frequency)
 
 
-def draft_eagle(
+def draft(
+    method: str,
     weights: Weights,
     reads: Reads,
     tokens: Sequence[int],
     count: int,
-    head_dim: int,
-    eps: float,
-    theta: float,
+    sizes: Sizes,
 ) -> tuple[list[int], Tensor]:
-    """The next `count` tokens after `tokens`, the last of which is not verified, and logits."""
-    block = _part(weights, "layers.0.", head_dim, eps, theta)
+    """The next `count` tokens after `tokens`, the last of which is not verified, and logits.
 
-    def feature(embedding_TD: Tensor, before_TD: Tensor) -> Tensor:
-        both = torch.cat([embedding_TD, before_TD], dim=-1)
-        x_TD = functional.linear(both, weights["fc.weight"], weights.get("fc.bias"))
-        mixed_BTX = _attention(block, x_TD[None])  # no norm at the input, as the official layer
-        y_TD = x_TD + block.linear("self_attn.o_proj", mixed_BTX[0])
-        return y_TD + _mlp(block, y_TD)
-
-    return _chain(reads, reads.hidden, tokens, count, feature, lambda x: x @ reads.head.T, None)
-
-
-def draft_eagle3(
-    weights: Weights,
-    reads: Reads,
-    tokens: Sequence[int],
-    count: int,
-    head_dim: int,
-    eps: float,
-    theta: float,
-) -> tuple[list[int], Tensor]:
-    """As `draft_eagle`; logits are over the draft vocabulary."""
-    feature, logits = _eagle3(weights, head_dim, eps, theta)
-    return _chain(reads, _fused(weights, reads), tokens, count, feature, logits, weights["d2t"])
+    Logits of EAGLE-3 are over the draft vocabulary.
+    """
+    if method == "eagle":
+        layer = _eagle(weights, reads, sizes)
+        return _chain(reads, reads.hidden, tokens, count, *layer, None)
+    layer = _eagle3(weights, sizes)
+    return _chain(reads, _fused(weights, reads), tokens, count, *layer, weights["d2t"])
 
 
 class LearntConversation(NamedTuple):
@@ -85,9 +77,7 @@ def loss_eagle3(
     conversations: Sequence[LearntConversation],
     steps: int,
     decay: float,
-    head_dim: int,
-    eps: float,
-    theta: float,
+    sizes: Sizes,
 ) -> Tensor:
     """Cross-entropy of the training-time test, whose pass j counts `decay` to the power of j.
 
@@ -95,7 +85,7 @@ def loss_eagle3(
     is an entry before the round. The mean of a pass is over all that it asks; where the target's
     choice is none of the head's there is nothing to learn.
     """
-    feature, logits = _eagle3(weights, head_dim, eps, theta)
+    feature, logits = _eagle3(weights, sizes)
     ids_U = torch.arange(len(weights["d2t"])) + weights["d2t"]
     total, asked = [torch.zeros(()) for _ in range(steps)], [1e-5] * steps
     for tokens, reads, answer in conversations:
@@ -118,18 +108,30 @@ def _fused(weights: Weights, reads: Reads) -> Tensor:
     return functional.linear(torch.cat(list(reads.streams), dim=-1), weights["fc.weight"])
 
 
-def _eagle3(weights: Weights, head_dim: int, eps: float, theta: float) -> tuple[Layer, Layer]:
+def _eagle(weights: Weights, reads: Reads, sizes: Sizes) -> tuple[Layer, Layer]:
+    """Its layer, of embeddings and the features before them, and the target's head."""
+    block = _part(weights, "layers.0.", sizes)
+
+    def feature(embedding_TD: Tensor, before_TD: Tensor) -> Tensor:
+        both = torch.cat([embedding_TD, before_TD], dim=-1)
+        x_TD = functional.linear(both, weights["fc.weight"], weights.get("fc.bias"))
+        mixed_BTX = _attention(block, x_TD[None])  # no norm at the input, as the official layer
+        return add_mlp(block, x_TD + block.linear("self_attn.o_proj", mixed_BTX[0]))
+
+    return feature, lambda x_TD: x_TD @ reads.head.T
+
+
+def _eagle3(weights: Weights, sizes: Sizes) -> tuple[Layer, Layer]:
     """Its layer, of embeddings and the features before them, and its head."""
-    block = _part(weights, "midlayer.", head_dim, eps, theta)
+    block = _part(weights, "midlayer.", sizes)
 
     def feature(embedding_TD: Tensor, before_TD: Tensor) -> Tensor:
         both = [block.norm("input_layernorm", embedding_TD), block.norm("hidden_norm", before_TD)]
         mixed_TX = _attention(block, torch.cat(both, dim=-1)[None])
-        y_TD = before_TD + block.linear("self_attn.o_proj", mixed_TX[0])
-        return y_TD + _mlp(block, y_TD)
+        return add_mlp(block, before_TD + block.linear("self_attn.o_proj", mixed_TX[0]))
 
     def logits(x_TD: Tensor) -> Tensor:
-        return rms_norm(x_TD, weights["norm.weight"], eps) @ weights["lm_head.weight"].T
+        return rms_norm(x_TD, weights["norm.weight"], sizes.eps) @ weights["lm_head.weight"].T
 
     return feature, logits
 
@@ -149,19 +151,9 @@ def _chain(reads, true_TD, tokens, count, feature, logits, d2t) -> tuple[list[in
     return tokens[verified + 1 :], torch.stack(seen)
 
 
-def _line(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    T = x_BTD.shape[1]
-    return torch.arange(T)[None], causal(T, T)
-
-
 def _attention(block: TorchBlock, h_BTD: Tensor) -> Tensor:
     """Causal self-attention before its output product, (B, T, H E); the input has its norm."""
-    position_BT, mask_BTT = _line(h_BTD)
+    T = h_BTD.shape[1]
+    position_BT, mask_BTT = torch.arange(T)[None], causal(T, T)
     q, k = (rotate(block.heads(x, h_BTD), position_BT, block.frequency) for x in "qk")
     return attend(q, k, block.heads("v", h_BTD), mask_BTT).transpose(1, 2).flatten(-2)
-
-
-def _mlp(block: TorchBlock, x_BTD: Tensor) -> Tensor:
-    h_BTD = block.norm("post_attention_layernorm", x_BTD)
-    gate = functional.silu(block.linear("mlp.gate_proj", h_BTD))
-    return block.linear("mlp.down_proj", gate * block.linear("mlp.up_proj", h_BTD))

@@ -63,16 +63,11 @@ def evaluate(drafter: TorchDrafter, sample: Sample) -> tuple[Forward, Losses]:
     return out, losses(drafter, sample.seen, sample.response_BT, out)
 
 
-def leaves(draft: Weights) -> dict[str, Tensor]:
-    """Copies of a drafter's tensors that gather gradients."""
-    return {name: value.detach().clone().requires_grad_() for name, value in draft.items()}
-
-
 def gradients(
     config: Any, target: Weights, draft: Weights, num_reused: int, sample: Sample
 ) -> dict[str, Tensor]:
     """d loss / d tensor for every tensor of the drafter; the target is frozen."""
-    own = leaves(draft)
+    own = {name: value.detach().clone().requires_grad_() for name, value in draft.items()}
     drafter = make_drafter(config, target, own, num_reused)
     found = torch.autograd.grad(evaluate(drafter, sample)[1].loss, list(own.values()))
     return dict(zip(own, found, strict=True))

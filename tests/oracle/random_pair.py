@@ -31,26 +31,20 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+
+
+def _heads(hidden: int, heads: int, kv_heads: int, **rest: Any) -> dict[str, Any]:
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    return dict(zip(names, (hidden, heads, kv_heads), strict=True)) | rest
+
+
 # Small, uneven sizes. M / heads is 40 / 6 for llama: the LSA then has 6 heads of 6 in width 40.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": dict(hidden_size=60, num_attention_heads=6, num_key_value_heads=2),
-    "llama31": dict(
-        hidden_size=48, num_attention_heads=4, num_key_value_heads=1, rope_parameters=_LLAMA3_ROPE
-    ),
-    "qwen2": dict(
-        hidden_size=56,
-        num_attention_heads=7,
-        num_key_value_heads=7,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    ),
-    "qwen3": dict(
-        hidden_size=40,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    ),
+    "llama": _heads(60, 6, 2),
+    "llama31": _heads(48, 4, 1, rope_parameters=_LLAMA3_ROPE),
+    "qwen2": _heads(56, 7, 7, tie_word_embeddings=True, rope_parameters=_ROPE),
+    "qwen3": _heads(40, 4, 2, head_dim=16, rope_parameters=_ROPE),
 }
 _COMMON = dict(
     vocab_size=101,
