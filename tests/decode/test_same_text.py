@@ -1,0 +1,311 @@
+"""Drafted text equals plain text: one table over drivers, drafters, draft shapes and sampling.
+
+A case is DRIVER:DRAFTER:SHAPE, with :greedy behind it where no request is sampled; else the requests
+are greedy, sampled with a seed, penalized and biased side by side. A DRAFTER may have weights, as in
+moa-1+int8, or a draft vocabulary, as in moa-1+words. The SHAPE lagging is chains, trees and plain
+rounds in turns, so that the drafter's caches lag behind the text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from infer.split_client.answering import SplitClient
+from infer.split_client.state import ClientOptions
+from moa_jax import Session
+from moa_jax.config import DraftShape, Sampling
+from moa_jax.decode.draft_vocabulary import DraftVocabulary
+from moa_jax.engine import Engine, Request
+from moa_jax.engine.program_cache import SAMPLED
+from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.speculation.controller import NO_DRAFT, ShapeChoice
+from moa_jax.speculation.cost_table import CostTable
+from moa_jax.split.client_drafter import ClientDrafter
+from moa_jax.split.server_target import TargetSlots
+from tests.decode.tiny import CONFIG, VARIANTS, drafter, follow, target
+from tests.engine.engines import answers, engine_of
+from tests.serve.toy_server import COMPLETIONS
+from tests.serve.toy_server import running as running_http
+from tests.split.split_client import answered, server_at
+from tests.split.split_client import serving as serving_split
+from tests.split.split_server import PAIRING
+
+NEW = 24
+STATIC = DraftShape.static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]])
+CHAIN, WIDE = DraftShape(4), DraftShape(2, 16, 40)  # of 64 tokens, so that some are accepted
+SHAPES = {"chain": CHAIN, "tree": DraftShape(4, 3, 8), "static": STATIC, "wide": WIDE}
+TURNS = ((CHAIN, 1), (NO_DRAFT, 3), (WIDE, 2), (NO_DRAFT, 5), (CHAIN, 2))
+REQUESTS = [
+    Request((5, 17, 60, 33, 9, 5, 17), NEW, ()),
+    Request((50, 3, 44), NEW, (), Sampling(0.7, top_k=20, top_p=0.9, seed=3)),
+    Request((7,), NEW, (), Sampling(1.0, min_p=0.02, repetition_penalty=1.3, seed=9)),
+    Request(
+        (2, 4, 8, 16, 32),
+        NEW,
+        (20,),
+        Sampling(repetition_penalty=1.2, logit_bias=((5, 2.0), (7, -100.0))),
+    ),
+    Request(
+        (11,) * 9, NEW, (), Sampling(0.7, presence_penalty=0.5, frequency_penalty=0.8, seed=2)
+    ),
+    Request(tuple(3 * i * i % 61 for i in range(30)), NEW, ()),
+]
+FAST = """
+    alone:moa-1:chain
+    batch:moa-0:tree batch:moa-2:chain batch:eagle:wide batch:eagle3:chain batch:glide:tree
+    batch:independent:chain batch:borrowed:tree batch:lookup:chain batch:moa-1:lagging
+    engine:moa-1:tree http:lookup:chain split:moa-1:chain
+""".split()
+SLOW = """
+    alone:lookup:chain alone:eagle3:tree alone:moa-2:lagging alone:moa-1:tree:greedy
+    batch:moa-0:static batch:moa-1:wide batch:moa-1:chain:greedy batch:moa-2:tree:greedy
+    batch:eagle:tree batch:eagle-authors:wide batch:eagle3:tree batch:eagle3-ids:wide
+    batch:glide:chain batch:independent:tree batch:borrowed:chain
+    batch:moa-0:lagging batch:moa-2:lagging batch:eagle:lagging batch:eagle3:lagging
+    batch:glide:lagging batch:independent:lagging batch:borrowed:lagging batch:lookup:lagging
+    batch:moa-1+int8:tree batch:moa-1+fp8:chain batch:eagle3+int8:tree batch:glide+int8:tree
+    batch:borrowed+int8:tree batch:moa-1+words:tree batch:moa-1+int8+words:chain
+    engine:eagle3:tree engine:lookup:chain engine:moa-2:lagging engine:eagle3:lagging
+    engine:lookup:lagging engine:moa-1:chain:greedy engine:moa-1+int8:tree engine:moa-1+words:tree
+    http:moa-1:tree http:eagle3:lagging
+    split:moa-0:tree split:eagle:tree split:eagle3:chain split:glide:chain split:independent:chain
+    split:borrowed:tree split:moa-1+int8:chain split:moa-1:chain:greedy
+""".split()
+
+
+class Case(NamedTuple):
+    """A driver's pair, its draft shape, and requests."""
+
+    target: Target
+    drafter: LoadedDrafter
+    vocabulary: DraftVocabulary | None
+    shape: str
+    requests: list[Request]
+
+    @property
+    def lags(self) -> bool:
+        return self.shape == "lagging"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of a session or an engine that may choose its shapes, and else has one."""
+        lagging = {"ways": ways_of(self), "costs": CostTable()} if self.lags else {}
+        return {"vocabulary": self.vocabulary} | lagging
+
+
+class Texts(NamedTuple):
+    """New tokens by request, and how many drafted tokens were accepted."""
+
+    token_ids: list[list[int]]
+    num_accepted: int
+
+
+def case_of(name: str) -> Case:
+    words, shape, *greedy = name.split(":")[1:]
+    kind, *options = words.split("+")
+    weights = next((each for each in options if each != "words"), None)
+    vocabulary = None
+    if "words" in options:
+        vocabulary = DraftVocabulary(np.arange(0, CONFIG.vocab_size, 2), CONFIG.vocab_size)
+    requests = REQUESTS
+    if greedy:
+        requests = [dataclasses.replace(each, sampling=Sampling()) for each in REQUESTS]
+    return Case(target(weights), drafter(kind, weights), vocabulary, shape, requests)
+
+
+def ways_of(case: Case) -> tuple[DraftShape, ...]:
+    return () if case.drafter.method == "lookup" else (WIDE,)  # lookup drafts no trees
+
+
+def turns_of(case: Case) -> list[tuple[DraftShape, int]]:
+    return [turn for turn in TURNS if turn[0] in (NO_DRAFT, CHAIN, *ways_of(case))]
+
+
+@functools.cache
+def plain_session(weights: str | None) -> Session:
+    return Session(target(weights))
+
+
+def plain_texts(case: Case, weights: str | None) -> list[list[int]]:
+    prompts, stops, laws = arguments(case.requests)
+    rows = plain_session(weights).generate(prompts, NEW, stops, laws)
+    return [row.token_ids for row in rows]
+
+
+def arguments(requests: list[Request]) -> tuple[list[list[int]], list[list[int]], list[Sampling]]:
+    """Prompts, stop ids and sampling as `Session.generate` takes them."""
+    return (
+        [list(each.prompt_ids) for each in requests],
+        [list(each.stop_ids) for each in requests],
+        [each.sampling for each in requests],
+    )
+
+
+# ---- drivers ------------------------------------------------------------------------------
+
+
+def session_of(case: Case) -> Session:
+    shape = SHAPES.get(case.shape, CHAIN)
+    found = Session(case.target, case.drafter, shape, **case.settings)
+    return follow(found, *turns_of(case)) if case.lags else found
+
+
+def alone(case: Case) -> Texts:
+    """A session streams each request by itself."""
+    session, rows = session_of(case), []
+    for request in case.requests:
+        given = (list(request.prompt_ids), NEW, list(request.stop_ids), request.sampling)
+        *parts, result = session.stream(*given)
+        assert sum(parts, []) == result.token_ids
+        rows.append(result)
+    return Texts([row.token_ids for row in rows], accepted(rows))
+
+
+def batch(case: Case) -> Texts:
+    """The requests are rows of a session's batch."""
+    prompts, stops, laws = arguments(case.requests)
+    rows = session_of(case).generate(prompts, NEW, stops, laws)
+    assert not case.lags or {0, 3} <= {count for row in rows for count in row.drafted_levels}
+    return Texts([row.token_ids for row in rows], accepted(rows))
+
+
+def accepted(rows: list[Any]) -> int:
+    return sum(count - 1 for row in rows for count in row.accept_lengths)
+
+
+@contextlib.contextmanager
+def engine_for(case: Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """An engine with fewer slots than requests, that is not started."""
+    shape = SHAPES.get(case.shape, CHAIN)
+    settings = {"num_slots": 2, "max_tokens": 64, "chunk": 16} | case.settings
+    engine = Engine(case.target, case.drafter, shape, **settings)
+    if case.lags:
+        take_turns(engine, turns_of(case), monkeypatch)
+    engine.prepare()
+    engine._while_idle = lambda: None  # most of a test is compiling
+    engine.programs.later = lambda: iter(())
+    engine.session.background.submit = lambda *job, **rest: None
+    yield engine
+    assert not case.lags or set(engine.stats().rounds_by_shape) >= {NO_DRAFT, CHAIN, *ways_of(case)}
+
+
+def take_turns(
+    engine: Engine, turns: list[tuple[DraftShape, int]], patch: pytest.MonkeyPatch
+) -> None:
+    """The engine takes these shapes and rounds in turns; each call is of all slots."""
+    order, largest = itertools.cycle(turns), engine.programs.buckets[-1:]
+    costs = dict.fromkeys(shape for shape, _ in turns)
+    for shape in costs:
+        for length in engine._pacing.lengths():
+            engine._pacing.costs.put(*largest, shape, length, 1.0)
+        engine.programs.compile(("decode", *largest, shape, SAMPLED))
+    choose = lambda costs, lag_ms: ShapeChoice(*next(order))
+    patch.setattr(engine.session.controller, "next", choose)
+    patch.setattr(engine.programs, "shapes", lambda batch: list(costs))
+    patch.setattr(engine.programs, "buckets", largest)
+
+
+def engine(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
+    """An engine gets all requests at once."""
+    with engine_for(case, monkeypatch) as found:
+        found.start()
+        listeners = answers(found, case.requests)
+        found.close()
+        return Texts([each.token_ids for each in listeners], found.stats().accepted_tokens)
+
+
+def http(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
+    """Clients of the OpenAI server ask at once; half of the answers are streamed."""
+
+    def post(server: Any, index: int) -> list[int]:
+        request = case.requests[index]
+        settings = dataclasses.asdict(request.sampling)
+        body = {
+            "prompt": list(request.prompt_ids),
+            "max_tokens": NEW,
+            "ignore_eos": True,
+            "stop_token_ids": list(request.stop_ids),
+            "return_token_ids": True,
+            **settings,
+            "logit_bias": {str(token): bias for token, bias in request.sampling.logit_bias},
+        }
+        if index % 2:
+            return server.post(COMPLETIONS, body).json()["choices"][0]["token_ids"]
+        *events, end = server.stream(COMPLETIONS, body)
+        assert end == "[DONE]"
+        return [token for event in events for token in event["choices"][0]["token_ids"]]
+
+    everyone = range(len(case.requests))
+    with engine_for(case, monkeypatch) as found, running_http(found) as server:
+        with ThreadPoolExecutor(len(everyone)) as pool:
+            texts = list(pool.map(functools.partial(post, server), everyone))
+        return Texts(texts, found.stats().accepted_tokens)
+
+
+def split(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
+    """Clients that draft share a server's passes; the wire's numbers are float32."""
+    monkeypatch.setattr("moa_jax.split.server_target.NODES", (16,))
+    monkeypatch.setattr("moa_jax.split.server_target.SESSIONS", (4,))
+    sizes = {"num_slots": 3, "max_tokens": 64, "max_nodes": 16, "chunk": 16}
+    slots = TargetSlots(case.target, case.drafter, **sizes)
+    drafts = ClientDrafter(case.target, case.drafter, max_tokens=64)
+    shape = SHAPES[case.shape]
+    options = ClientOptions(shape) if shape.breadth > 1 else ClientOptions(lengths=(1, 3))
+
+    async def asked(port: int) -> list[Any]:
+        with ThreadPoolExecutor(1) as worker:
+            server = server_at(port, timeout=60.0)
+            clients = [SplitClient(drafts.twin(), server, options, worker) for _ in case.requests]
+            work = [
+                answered(client, list(each.prompt_ids), NEW, each.stop_ids, each.sampling, seconds=300)
+                for client, each in zip(clients, case.requests, strict=True)
+            ]
+            try:
+                return await asyncio.gather(*work)
+            finally:
+                for client in clients:
+                    await client.session.close()
+
+    with serving_split(slots, PAIRING, CONFIG.vocab_size) as server:
+        found = asyncio.run(asked(server.port))
+    lengths = [count for each in found for count in each.counts.accept_lengths]
+    return Texts([each.tokens for each in found], sum(count - 1 for count in lengths))
+
+
+DRIVERS: dict[str, Callable[..., Texts]] = {
+    "alone": lambda case, _: alone(case),
+    "batch": lambda case, _: batch(case),
+    "engine": engine,
+    "http": http,
+    "split": split,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_drafted_text_equals_plain_text(name, monkeypatch):
+    case = case_of(name)
+    if name.startswith("alone"):
+        case = case._replace(requests=[case.requests[0], case.requests[2]])
+    weights = next((word for word in ("int8", "fp8") if word in name), None)
+    found = DRIVERS[name.partition(":")[0]](case, monkeypatch)
+    assert found.token_ids == plain_texts(case, weights)
+    assert found.num_accepted > 0, "no draft was accepted, so nothing was shown"
+
+
+def test_every_kind_of_drafter_is_in_the_table():
+    for driver in ("batch", "split"):
+        named = {case.split(":")[1] for case in (*FAST, *SLOW) if case.startswith(driver)}
+        skipped = {"lookup", "moa-2", "eagle-authors", "eagle3-ids"} if driver == "split" else set()
+        assert set(VARIANTS) - skipped <= named
