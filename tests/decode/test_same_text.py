@@ -1,7 +1,7 @@
 """Drafted text equals plain text: one table over drivers, drafters, draft shapes and sampling.
 
-A case is DRIVER:DRAFTER:SHAPE, with :greedy behind it where no request is sampled; else the requests
-are greedy, sampled with a seed, penalized and biased side by side. A DRAFTER may have weights, as in
+A case is DRIVER:DRAFTER:SHAPE. Its requests are greedy, sampled with a seed, penalized and biased
+side by side; with :greedy at its end none is sampled. A DRAFTER may have quantized weights, as in
 moa-1+int8, or a draft vocabulary, as in moa-1+words. The SHAPE lagging is chains, trees and plain
 rounds in turns, so that the drafter's caches lag behind the text.
 """
@@ -22,7 +22,7 @@ import pytest
 
 from infer.split_client.answering import SplitClient
 from infer.split_client.state import ClientOptions
-from moa_jax import Session
+from moa_jax import Result, Session
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode.draft_vocabulary import DraftVocabulary
 from moa_jax.engine import Engine, Request
@@ -33,10 +33,10 @@ from moa_jax.speculation.cost_table import CostTable
 from moa_jax.split.client_drafter import ClientDrafter
 from moa_jax.split.server_target import TargetSlots
 from tests.decode.tiny import CONFIG, VARIANTS, drafter, follow, target
-from tests.engine.engines import answers, engine_of
+from tests.engine.engines import answers
 from tests.serve.toy_server import COMPLETIONS
 from tests.serve.toy_server import running as running_http
-from tests.split.split_client import answered, server_at
+from tests.split.split_client import answered, left_alone, server_at
 from tests.split.split_client import serving as serving_split
 from tests.split.split_server import PAIRING
 
@@ -47,7 +47,7 @@ SHAPES = {"chain": CHAIN, "tree": DraftShape(4, 3, 8), "static": STATIC, "wide":
 TURNS = ((CHAIN, 1), (NO_DRAFT, 3), (WIDE, 2), (NO_DRAFT, 5), (CHAIN, 2))
 REQUESTS = [
     Request((5, 17, 60, 33, 9, 5, 17), NEW, ()),
-    Request((50, 3, 44), NEW, (), Sampling(0.7, top_k=20, top_p=0.9, seed=3)),
+    Request((50, 3, 44), 17, (), Sampling(0.7, top_k=20, top_p=0.9, seed=3)),
     Request((7,), NEW, (), Sampling(1.0, min_p=0.02, repetition_penalty=1.3, seed=9)),
     Request(
         (2, 4, 8, 16, 32),
@@ -55,10 +55,8 @@ REQUESTS = [
         (20,),
         Sampling(repetition_penalty=1.2, logit_bias=((5, 2.0), (7, -100.0))),
     ),
-    Request(
-        (11,) * 9, NEW, (), Sampling(0.7, presence_penalty=0.5, frequency_penalty=0.8, seed=2)
-    ),
-    Request(tuple(3 * i * i % 61 for i in range(30)), NEW, ()),
+    Request((11,) * 9, NEW, (), Sampling(0.7, presence_penalty=0.5, frequency_penalty=0.8, seed=2)),
+    Request(tuple(3 * i * i % 61 for i in range(30)), 20, ()),
 ]
 FAST = """
     alone:moa-1:chain
@@ -136,19 +134,15 @@ def plain_session(weights: str | None) -> Session:
     return Session(target(weights))
 
 
-def plain_texts(case: Case, weights: str | None) -> list[list[int]]:
-    prompts, stops, laws = arguments(case.requests)
-    rows = plain_session(weights).generate(prompts, NEW, stops, laws)
-    return [row.token_ids for row in rows]
+def arguments_of(request: Request) -> tuple[list[int], int, list[int], Sampling]:
+    """Prompt, length, stop ids and sampling as methods take them one after the other."""
+    stops = list(request.stop_ids)
+    return list(request.prompt_ids), request.max_new_tokens, stops, request.sampling
 
 
-def arguments(requests: list[Request]) -> tuple[list[list[int]], list[list[int]], list[Sampling]]:
-    """Prompts, stop ids and sampling as `Session.generate` takes them."""
-    return (
-        [list(each.prompt_ids) for each in requests],
-        [list(each.stop_ids) for each in requests],
-        [each.sampling for each in requests],
-    )
+def rows_of(session: Session, requests: list[Request]) -> list[Result]:
+    """The results of a batch."""
+    return session.generate(*map(list, zip(*map(arguments_of, requests), strict=True)))
 
 
 # ---- drivers ------------------------------------------------------------------------------
@@ -164,8 +158,7 @@ def alone(case: Case) -> Texts:
     """A session streams each request by itself."""
     session, rows = session_of(case), []
     for request in case.requests:
-        given = (list(request.prompt_ids), NEW, list(request.stop_ids), request.sampling)
-        *parts, result = session.stream(*given)
+        *parts, result = session.stream(*arguments_of(request))
         assert sum(parts, []) == result.token_ids
         rows.append(result)
     return Texts([row.token_ids for row in rows], accepted(rows))
@@ -173,13 +166,12 @@ def alone(case: Case) -> Texts:
 
 def batch(case: Case) -> Texts:
     """The requests are rows of a session's batch."""
-    prompts, stops, laws = arguments(case.requests)
-    rows = session_of(case).generate(prompts, NEW, stops, laws)
+    rows = rows_of(session_of(case), case.requests)
     assert not case.lags or {0, 3} <= {count for row in rows for count in row.drafted_levels}
     return Texts([row.token_ids for row in rows], accepted(rows))
 
 
-def accepted(rows: list[Any]) -> int:
+def accepted(rows: list[Result]) -> int:
     return sum(count - 1 for row in rows for count in row.accept_lengths)
 
 
@@ -232,7 +224,7 @@ def http(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
         settings = dataclasses.asdict(request.sampling)
         body = {
             "prompt": list(request.prompt_ids),
-            "max_tokens": NEW,
+            "max_tokens": request.max_new_tokens,
             "ignore_eos": True,
             "stop_token_ids": list(request.stop_ids),
             "return_token_ids": True,
@@ -267,7 +259,7 @@ def split(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
             server = server_at(port, timeout=60.0)
             clients = [SplitClient(drafts.twin(), server, options, worker) for _ in case.requests]
             work = [
-                answered(client, list(each.prompt_ids), NEW, each.stop_ids, each.sampling, seconds=300)
+                answered(client, *arguments_of(each), seconds=300)
                 for client, each in zip(clients, case.requests, strict=True)
             ]
             try:
@@ -275,6 +267,7 @@ def split(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
             finally:
                 for client in clients:
                     await client.session.close()
+                await left_alone()
 
     with serving_split(slots, PAIRING, CONFIG.vocab_size) as server:
         found = asyncio.run(asked(server.port))
@@ -300,7 +293,8 @@ def test_drafted_text_equals_plain_text(name, monkeypatch):
         case = case._replace(requests=[case.requests[0], case.requests[2]])
     weights = next((word for word in ("int8", "fp8") if word in name), None)
     found = DRIVERS[name.partition(":")[0]](case, monkeypatch)
-    assert found.token_ids == plain_texts(case, weights)
+    plain = rows_of(plain_session(weights), case.requests)
+    assert found.token_ids == [row.token_ids for row in plain]
     assert found.num_accepted > 0, "no draft was accepted, so nothing was shown"
 
 

@@ -1,4 +1,4 @@
-"""A tiny random target, and a drafter of every kind for it whose drafts are accepted now and then."""
+"""A tiny random target, and a drafter of every kind whose drafts are accepted now and then."""
 
 from __future__ import annotations
 
