@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import stat
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -68,10 +68,6 @@ def load(tmp_path, target):
     return load
 
 
-def one_line(found: pytest.ExceptionInfo[InputError]) -> bool:
-    return "\n" not in str(found.value)
-
-
 def test_saved_as_written_by_hand(tmp_path, target):
     path = save_vocabulary(tmp_path / "new" / "v.safetensors", vocabulary_of(IDS, target))
     stored = load_file(path)
@@ -96,24 +92,6 @@ def test_round_trip_by_file_and_folder(tmp_path, target):
             assert found.ids_U.dtype == np.int32
             np.testing.assert_array_equal(found.ids_U, ids)
     assert list(path.parent.iterdir()) == [path]
-    (path.parent / "any").touch()
-    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((path.parent / "any").stat().st_mode)
-
-
-def test_a_failed_save_leaves_the_old_file(tmp_path, target, monkeypatch):
-    path = save_vocabulary(tmp_path / "v.safetensors", vocabulary_of(IDS, target))
-    before = path.read_bytes()
-
-    def full(self, content):
-        with self.open("wb") as file:
-            file.write(content[:10])
-        raise OSError("no space")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match="no space"):
-        save_vocabulary(path, vocabulary_of(IDS[:2], target))
-    assert path.read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["target", "v.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -141,30 +119,21 @@ def test_either_tensor_is_enough(load, tensors):
         ("d2t holds the id 8, which is outside the vocabulary of 8", {"d2t": D2T + [0, 0, 3]}),
         ("d2t holds the id -1, which is outside the vocab", {"d2t": D2T - [2, 0, 0]}),
         ("d2t gives the id 4 more than once", {"d2t": D2T - [0, 0, 1]}),
-        ("holds no ids", {"d2t": D2T[:0]}),
         ("holds no ids", {"t2d": np.zeros(8, bool)}),
-        ("d2t gives 3 ids and t2d marks 5, not the same", {"d2t": D2T, "t2d": ~T2D}),
         ("d2t gives 3 ids and t2d marks 3, not the same", {"d2t": D2T, "t2d": np.roll(T2D, 1)}),
         ("holds neither d2t nor t2d; make", {"lm_head.weight": np.zeros(3)}),
         ("d2t is F64 of shape .3.; it must be I64 with one axis", {"d2t": D2T.astype(float)}),
-        ("t2d is I64 of shape .8.; it must be BOOL", {"t2d": T2D.astype(int)}),
-        ("d2t is I64 of shape .1, 3.; it must", {"d2t": D2T[None]}),
     ],
 )
 def test_refused_tensors(load, line, tensors):
-    with pytest.raises(InputError, match=r"file\.safetensors.*" + line) as found:
-        load(**tensors)
-    assert one_line(found)
+    assert re.search(r"file\.safetensors.*" + line, refusal(load, **tensors))
 
 
 def test_another_tokenizer_is_refused_where_both_are_known(load, target):
-    line = (
-        "this draft vocabulary was made for another tokenizer: .*file.safetensors states .* 1:0000"
-    )
+    line = "was made for another tokenizer: .*file.safetensors states .* 1:0000"
     other = {"vocabulary": "1:" + "0" * 64}
-    with pytest.raises(InputError, match=line) as found:
-        load(other, t2d=T2D[:7])  # its length is wrong too, and the cause is named first
-    assert one_line(found)
+    # Its length is wrong too, and the cause is named first.
+    assert re.search(line, refusal(load, other, t2d=T2D[:7]))
     same = {"vocabulary": fingerprint(read_token_ids(target.folder))}
     earlier = {"tokenizer_sha256": file_hash(target.folder / "tokenizer.json")}
     for metadata in (same, earlier):
@@ -182,9 +151,7 @@ def test_refused_paths(tmp_path, target):
         (tmp_path, "holds no draft_vocabulary.safetensors; name the file itself"),
         (broken, "broken.safetensors cannot be read as safetensors .*; make it with"),
     ]:
-        with pytest.raises(InputError, match=line) as found:
-            load_vocabulary(path, target)
-        assert one_line(found)
+        assert re.search(line, refusal(load_vocabulary, path, target))
 
 
 def ranked(size: int, always: tuple[int, ...] = ()) -> list[int]:
@@ -196,13 +163,8 @@ def ranked(size: int, always: tuple[int, ...] = ()) -> list[int]:
 
 
 def test_ranking_takes_the_most_frequent_and_of_ties_the_lower():
-    assert [ranked(size) for size in (1, 2, 3, 4, 6)] == [
-        [6],
-        [2, 6],
-        [2, 6, 7],
-        [1, 2, 6, 7],
-        [0, 1, 2, 3, 6, 7],
-    ]
+    assert [ranked(size) for size in (1, 2, 4)] == [[6], [2, 6], [1, 2, 6, 7]]
+    assert ranked(6) == [0, 1, 2, 3, 6, 7]
     assert ranked(8) == list(range(8))
 
 
@@ -230,17 +192,13 @@ def test_sizes_that_cannot_be_had(size, always, line):
         ranked(size, always)
 
 
-@pytest.mark.parametrize("token", [8, -1])
-def test_text_of_another_tokenizer(token):
-    with pytest.raises(InputError, match=f"the text holds the id {token}, which is outside"):
-        count_tokens([[1], [2, token]], 8)
-
-
 def test_coverage():
     count_V = count_tokens([[1, 1, 4], [2]], 8)
     assert count_V.tolist() == [0, 2, 1, 0, 1, 0, 0, 0]
     assert coverage(count_V, IDS) == 0.75
     assert coverage(np.zeros(8, int), IDS) == 0.0
+    line = refusal(count_tokens, [[1], [2, 8]], 8)  # text of another tokenizer
+    assert "the text holds the id 8, which is outside" in line
 
 
 def make(output: Path, *flags: str, corpus: Path = CONVERSATIONS, size: int = 50) -> None:
@@ -320,15 +278,10 @@ def test_program_refuses_bad_input_in_one_line(tmp_path, capsys):
     flags = ["--target", str(DEMO), "--corpus", str(CONVERSATIONS), "--size", "100"]
     for changed, words in [
         (["--output", str(taken)], "exists already"),
-        (["--output", str(taken / "v.safetensors")], "choose a path that can be used"),
-        (["--size", "0"], "--size: '0' is not a whole number"),
-        (["--limit", "0"], "--limit: '0' is not a whole number"),
         # before the corpus is looked at, as counting may take long
         (["--size", "2049", "--corpus", "none"], "2048 tokens; ask for a size from 1 to 2048"),
         (["--sources", "nowhere"], "no records of nowhere"),
         (["--corpus", str(bad)], "none of 2 records has an answer; of 2: a record of unknown"),
-        (["--corpus", str(tmp_path / "none.jsonl")], "none.jsonl"),
-        (["--target", str(tmp_path)], "config.json is missing"),
     ]:
         with pytest.raises(SystemExit) as exit:
             run(program.main, [*flags, "--output", str(fresh), *changed])
@@ -352,12 +305,3 @@ def test_trained_with_where_the_drafter_has_draft_ids(tmp_path, target):
         found = with_vocabulary(dataclasses.replace(config, drafter=drafter), target)
         assert found.drafter == dataclasses.replace(drafter, draft_ids=(1, 4, 5))
     assert "only a drafter with a head of its own" in refusal(with_vocabulary, config, target)
-
-
-def test_help_is_grouped(capsys):
-    with pytest.raises(SystemExit) as exit:
-        program.main(["--help"])
-    shown = capsys.readouterr().out
-    assert exit.value.code == 0
-    for group in ("model:", "corpus:", "vocabulary:"):
-        assert f"\n{group}\n" in shown
