@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from infer.split_client.answering import SplitClient
 from infer.split_client.state import ClientOptions
@@ -32,7 +33,7 @@ from moa_jax.speculation.controller import NO_DRAFT, ShapeChoice
 from moa_jax.speculation.cost_table import CostTable
 from moa_jax.split.client_drafter import ClientDrafter
 from moa_jax.split.server_target import TargetSlots
-from tests.decode.tiny import CONFIG, VARIANTS, drafter, follow, target
+from tests.decode.tiny import TINY, TinyPairs, follow
 from tests.engine.engines import answers
 from tests.serve.toy_server import COMPLETIONS
 from tests.serve.toy_server import running as running_http
@@ -108,17 +109,19 @@ class Texts(NamedTuple):
     num_accepted: int
 
 
-def case_of(name: str) -> Case:
+def case_of(name: str, pairs: TinyPairs = TINY, mesh: Mesh | None = None) -> Case:
     words, shape, *greedy = name.split(":")[1:]
     kind, *options = words.split("+")
     weights = next((each for each in options if each != "words"), None)
     vocabulary = None
     if "words" in options:
-        vocabulary = DraftVocabulary(np.arange(0, CONFIG.vocab_size, 2), CONFIG.vocab_size)
+        size = pairs.config.vocab_size
+        vocabulary = DraftVocabulary(np.arange(0, size, 2), size)
     requests = REQUESTS
     if greedy:
         requests = [dataclasses.replace(each, sampling=Sampling()) for each in REQUESTS]
-    return Case(target(weights), drafter(kind, weights), vocabulary, shape, requests)
+    pair = pairs.target(weights, mesh), pairs.drafter(kind, weights, mesh)
+    return Case(*pair, vocabulary, shape, requests)
 
 
 def ways_of(case: Case) -> tuple[DraftShape, ...]:
@@ -127,11 +130,6 @@ def ways_of(case: Case) -> tuple[DraftShape, ...]:
 
 def turns_of(case: Case) -> list[tuple[DraftShape, int]]:
     return [turn for turn in TURNS if turn[0] in (NO_DRAFT, CHAIN, *ways_of(case))]
-
-
-@functools.cache
-def plain_session(weights: str | None) -> Session:
-    return Session(target(weights))
 
 
 def arguments_of(request: Request) -> tuple[list[int], int, list[int], Sampling]:
@@ -269,7 +267,7 @@ def split(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
                     await client.session.close()
                 await left_alone()
 
-    with serving_split(slots, PAIRING, CONFIG.vocab_size) as server:
+    with serving_split(slots, PAIRING, case.target.config.vocab_size) as server:
         found = asyncio.run(asked(server.port))
     lengths = [count for each in found for count in each.counts.accept_lengths]
     return Texts([each.tokens for each in found], sum(count - 1 for count in lengths))
@@ -284,22 +282,32 @@ DRIVERS: dict[str, Callable[..., Texts]] = {
 }
 
 
+@functools.cache
+def plain_session(pairs: TinyPairs, weights: str | None) -> Session:
+    return Session(pairs.target(weights))
+
+
+def plain_texts(name: str, case: Case, pairs: TinyPairs = TINY) -> list[list[int]]:
+    """What a session without a drafter writes on one device."""
+    weights = next((word for word in ("int8", "fp8") if word in name), None)
+    return [row.token_ids for row in rows_of(plain_session(pairs, weights), case.requests)]
+
+
 @pytest.mark.parametrize(
     "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_drafted_text_equals_plain_text(name, monkeypatch):
-    case = case_of(name)
-    if name.startswith("alone"):
+    case, driver = case_of(name), name.partition(":")[0]
+    if driver == "alone":  # each setting is a program of its own
         case = case._replace(requests=[case.requests[0], case.requests[2]])
-    weights = next((word for word in ("int8", "fp8") if word in name), None)
-    found = DRIVERS[name.partition(":")[0]](case, monkeypatch)
-    plain = rows_of(plain_session(weights), case.requests)
-    assert found.token_ids == [row.token_ids for row in plain]
+    found = DRIVERS[driver](case, monkeypatch)
+    assert found.token_ids == plain_texts(name, case)
     assert found.num_accepted > 0, "no draft was accepted, so nothing was shown"
 
 
 def test_every_kind_of_drafter_is_in_the_table():
     for driver in ("batch", "split"):
         named = {case.split(":")[1] for case in (*FAST, *SLOW) if case.startswith(driver)}
-        skipped = {"lookup", "moa-2", "eagle-authors", "eagle3-ids"} if driver == "split" else set()
-        assert set(VARIANTS) - skipped <= named
+        # A client looks drafts up by itself, and variants differ in nothing that goes to a client.
+        others = {"lookup", "moa-2", "eagle-authors", "eagle3-ids"} if driver == "split" else set()
+        assert set(TINY.configs) - others <= named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from infer.bench import random_pair
 from moa_jax import Session
@@ -27,50 +29,62 @@ from moa_jax.config import (
 from moa_jax.model.quantize import Format, quantize_params
 from moa_jax.pretrained import LoadedDrafter, Target
 
-BLOCK = BlockConfig(16, 2, 1, 8, 24, 1e-5, 10000.0, None)
-CONFIG = TargetConfig("llama", 64, 2, BLOCK, False, 256)  # layers are most of a program's time
-SMALL = TargetConfig("llama", 64, 1, BLOCK, False, 256)
-MOA = (1, 24, 1, 24, 1, 16)
-KINDS: dict[str, tuple[str, Any]] = {
-    "moa-0": ("moa", MoaConfig(*MOA)),
-    "moa-1": ("moa", MoaConfig(*MOA, target_layer_inference=1)),
-    "moa-2": ("moa", MoaConfig(*MOA, target_layer_inference=2)),
-    "eagle": ("eagle", EagleConfig(1, 24)),
-    "eagle3": ("eagle3", Eagle3Config(1, 24, tapped_layers=(0, 1, 1))),
-    "glide": ("glide", GlideConfig(1, 24, 3)),
-    "independent": ("independent", IndependentConfig(SMALL)),
-    "borrowed": ("independent-borrowed", BorrowedConfig(SMALL)),
-    "lookup": ("lookup", LookupConfig()),
-}
-VARIANTS = KINDS | {
-    "eagle-authors": ("eagle", EagleConfig(1, 24, input_norm=True, fc_bias=False, names="authors")),
-    "eagle3-ids": (
-        "eagle3",
-        Eagle3Config(1, 24, draft_ids=tuple(range(1, 64, 2)), tapped_layers=(0, 1, 1)),
-    ),
-}
+CONFIG = TargetConfig(  # layers are most of a program's time
+    "llama", 64, 2, BlockConfig(16, 2, 1, 8, 24, 1e-5, 10000.0, None), False, 256
+)
 
 
-@functools.cache
-def target(weights: Format | None = None) -> Target:
-    """A target whose layers weigh as much as its embedding, so that every row it reads counts."""
-    if weights:
-        return target()._replace(params=quantize_params(target().params, weights))
-    return large(random_pair.random_target(CONFIG, jnp.float32, Path("tiny")))
+def configs_for(target: TargetConfig, heads: int) -> dict[str, tuple[str, Any]]:
+    """Methods and configs of drafters with some heads of keys and values."""
+    small, moa = dataclasses.replace(target, num_layers=1), (heads, 24, heads, 24, heads, 16)
+    taps, half = (0, 1, 1), tuple(range(1, target.vocab_size, 2))
+    return {
+        "moa-0": ("moa", MoaConfig(*moa)),
+        "moa-1": ("moa", MoaConfig(*moa, target_layer_inference=1)),
+        "moa-2": ("moa", MoaConfig(*moa, target_layer_inference=2)),
+        "eagle": ("eagle", EagleConfig(heads, 24)),
+        "eagle3": ("eagle3", Eagle3Config(heads, 24, tapped_layers=taps)),
+        "glide": ("glide", GlideConfig(heads, 24, 3)),
+        "independent": ("independent", IndependentConfig(small)),
+        "borrowed": ("independent-borrowed", BorrowedConfig(small)),
+        "lookup": ("lookup", LookupConfig()),
+        "eagle-authors": (
+            "eagle",
+            EagleConfig(heads, 24, input_norm=True, fc_bias=False, names="authors"),
+        ),
+        "eagle3-ids": ("eagle3", Eagle3Config(heads, 24, draft_ids=half, tapped_layers=taps)),
+    }
 
 
-@functools.cache
-def drafter(name: str, weights: Format | None = None) -> LoadedDrafter:
-    if weights:
-        whole = drafter(name)
-        return whole._replace(params=quantize_params(whole.params, weights))
-    method, config = VARIANTS[name]
-    return large(random_pair.random_drafter(method, config, target(), jnp.float32))
+class TinyPairs:
+    """A target, and a drafter of every kind for it, in float32 or quantized, on any mesh."""
+
+    def __init__(self, config: TargetConfig, heads: int = 1) -> None:
+        self.config, self.configs = config, configs_for(config, heads)
+        self.target = functools.cache(self._target)
+        self.drafter = functools.cache(self._drafter)
+
+    def _target(self, weights: Format | None = None, mesh: Mesh | None = None) -> Target:
+        """Its layers weigh as much as its embedding, so that every row it reads counts."""
+        found = random_pair.random_target(self.config, jnp.float32, Path("tiny"), mesh=mesh)
+        return grown(found, weights)
+
+    def _drafter(
+        self, name: str, weights: Format | None = None, mesh: Mesh | None = None
+    ) -> LoadedDrafter:
+        method, config = self.configs[name]
+        target = self.target(None, mesh)
+        return grown(random_pair.random_drafter(method, config, target, jnp.float32), weights)
 
 
-def large(found: Any) -> Any:
-    grown = lambda leaf: leaf if leaf.ndim == 1 else 10 * leaf
-    return found._replace(params=jax.tree.map(grown, found.params))
+def grown(found: Any, weights: Format | None) -> Any:
+    params = jax.tree.map(lambda leaf: leaf if leaf.ndim == 1 else 10 * leaf, found.params)
+    return found._replace(params=quantize_params(params, weights) if weights else params)
+
+
+TINY = TinyPairs(CONFIG)
+target, drafter = TINY.target, TINY.drafter
+KINDS = list(TINY.configs)[:9]  # the rest are variants of these
 
 
 class Script:
