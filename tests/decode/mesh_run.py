@@ -2,8 +2,8 @@
 
 python -m tests.decode.mesh_run CASE@MESH ...     as batch:moa-1:tree@tensor=4
 
-A CASE is one of test_same_text.py, FOLDER:SHAPE of a recorded pair, or files:DRAFTER. Prints a line
-of JSON for each: what was found on the mesh, and what was expected.
+A CASE is one of test_same_text.py, or files:DRAFTER. Prints a line of JSON for each: what was found
+on the mesh, and what was expected.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 from infer.cli.flags.mesh import mesh_sizes
-from moa_jax import Session, load_drafter, load_target
+from moa_jax import load_drafter, load_target
 from moa_jax.config import BlockConfig, TargetConfig
 from moa_jax.files import device_loader
 from moa_jax.model import attention, convert, quantize, sharding
 from moa_jax.pretrained import describe_target, save_drafter, save_target, table_of
-from tests.conftest import arrays_of
-from tests.decode.test_same_text import DRIVERS, SHAPES, case_of, plain_texts, session_of
+from tests.decode.test_same_text import DRIVERS, case_of, plain_texts, session_of
 from tests.decode.tiny import TinyPairs
-from tests.pairs import NO_STOP, as_recorded, options_of_case, prompts_of
+from tests.pairs import NO_STOP
 
 # Four heads of keys and values: eight devices hold copies.
 CONFIG = TargetConfig("llama", 64, 2, BlockConfig(32, 8, 4, 8, 48, 1e-5, 10000.0, None), False, 256)
@@ -56,17 +55,6 @@ def assert_is_split(state: Any, mesh: Mesh) -> None:
         assert {each.data.shape for each in leaf.addressable_shards} == {
             where.shard_shape(leaf.shape)
         }
-
-
-def recorded_on(folder: str, shape: str, mesh: Mesh) -> dict[str, Any]:
-    """The recorded texts of the authors' code."""
-    place = Path(folder)
-    target = load_target(place / "target", jnp.float32, mesh=mesh)
-    drafter = load_drafter(place / "draft", target, dtype=jnp.float32, **options_of_case(place))
-    session = Session(target, as_recorded(drafter), SHAPES[shape])
-    _, prompts, answers = zip(*prompts_of(arrays_of(place / "generate.npz")), strict=True)
-    rows = session.generate(prompts, [*map(len, answers)], NO_STOP)
-    return {"found": [row.token_ids for row in rows], "expected": answers}
 
 
 def streamed(name: str, mesh: Mesh) -> dict[str, Any]:
@@ -112,10 +100,8 @@ def outcome(case: str) -> dict[str, Any]:
     name, sizes = case.split("@")
     mesh = sharding.decoding_mesh(**mesh_sizes(sizes))
     attention.LONG = LONG if "data=2" in sizes else 512
-    first, second = name.split(":")[:2]
-    if "/" in first:
-        return recorded_on(first, second, mesh)
-    return streamed(second, mesh) if first == "files" else drafted_on(name, mesh)
+    driver, _, drafter = name.partition(":")
+    return streamed(drafter, mesh) if driver == "files" else drafted_on(name, mesh)
 
 
 def main() -> None:

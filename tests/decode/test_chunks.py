@@ -40,17 +40,20 @@ def assert_same_start(found, expected, lengths=LENGTHS):
         np.testing.assert_array_equal(*pair, err_msg=name)
     for ours, theirs in zip(found.round.token_counts, expected.round.token_counts, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    parts = lambda state: {"target": state.round.target_caches, "draft": state.round.draft_cache}
-    leaves = zip(
-        *(jax.tree.leaves_with_path(parts(state)) for state in (found, expected)), strict=True
-    )
+    assert_same_rows(found.round.target_caches, expected.round.target_caches, lengths)
+    assert_same_rows(found.round.draft_cache, expected.round.draft_cache, lengths)
+
+
+def assert_same_rows(found, expected, lengths, first=0):
+    """Rows of every prompt in all leaves, from `first` on."""
+    leaves = zip(*map(jax.tree.leaves_with_path, (found, expected)), strict=True)
     for (path, ours), (_, theirs) in leaves:
         assert ours.shape == theirs.shape
         # No feature stands before the first token, so drafters that are fed them never see row 0.
-        first = int(".rows" in jax.tree_util.keystr(path))
+        begin = first or int(".rows" in jax.tree_util.keystr(path))
         axis = 0 if ours.ndim == 2 else 1  # of rows, in one prompt's part: a text, or (K, S, E)
         for index, length in enumerate(lengths):
-            rows = range(first, length)
+            rows = range(begin, length)
             some = [np.take(np.asarray(x)[index], rows, axis) for x in (ours, theirs)]
             largest = abs(some[1]).max(initial=0)
             assert largest > 0 or not rows

@@ -12,8 +12,6 @@ import pytest
 from infer.bench.plan.hlo import arrays, large_moves, parse
 from moa_jax import Session
 from moa_jax.config import DraftShape
-from moa_jax.decode import step
-from moa_jax.decode.programs import Programs
 from moa_jax.decode.session import GREEDY
 from moa_jax.model import quantize
 from moa_jax.model.kernels import cpu
@@ -80,21 +78,3 @@ def test_a_session_holds_weights_as_it_decodes_with_them_and_they_are_saved_whol
     saved = load_target(tmp_path, jnp.float32).params
     same = jax.tree.map(np.array_equal, saved, given.params)
     assert all(jax.tree.leaves(same))
-
-
-def test_a_new_loop_runs_once_before_an_answer_does(pair, monkeypatch):
-    turned, compile = [], Programs.compile
-
-    def noted(self, function, *arrays, **static):
-        program = compile(self, function, *arrays, **static)
-
-        def run(*given):
-            turned.append(bool(given[1].round.length_B.any()))
-            return program(*given)
-
-        return run if function is step.decode else program
-
-    monkeypatch.setattr(Programs, "compile", noted)
-    session = Session(pair.target)
-    one, two = (session.generate([prompt], 8, NO_STOP)[0] for prompt in PROMPTS[:1] * 2)
-    assert turned == [False, True, True] and one.token_ids == two.token_ids

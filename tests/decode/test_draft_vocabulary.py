@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections import Counter
@@ -14,13 +13,11 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import moa_jax
-from infer.cli.program import run
-from moa_jax.config import BlockConfig, Eagle3Config, TargetConfig
+from moa_jax.config import BlockConfig, TargetConfig
 from moa_jax.data import chat, sources
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.draft_vocabulary import (
     DraftVocabulary,
-    check_size,
     count_tokens,
     coverage,
     load_vocabulary,
@@ -28,14 +25,11 @@ from moa_jax.decode.draft_vocabulary import (
     save_vocabulary,
     vocabulary_of,
 )
-from moa_jax.errors import InputError
 from moa_jax.files.model_folder import file_hash
 from moa_jax.files.token_ids import fingerprint, read_token_ids
 from moa_jax.pretrained import SpecialIds, Target, describe_target
 from tests.model_folders import refusal
-from tests.train.test_training import distill_config
 from train import vocabulary as program
-from train.distill import with_vocabulary
 
 DEMO = Path(moa_jax.__file__).parent / "demo" / "target"
 CONVERSATIONS = Path(__file__).parents[1] / "data" / "conversations.jsonl"
@@ -83,15 +77,15 @@ def test_saved_as_written_by_hand(tmp_path, target):
 
 def test_round_trip_by_file_and_folder(tmp_path, target):
     path = tmp_path / "draft" / "draft_vocabulary.safetensors"
-    for ids in (np.arange(8, dtype=np.int32), IDS):  # the second replaces the first
-        saved = vocabulary_of(ids, target)
-        save_vocabulary(path, saved)
-        for place in (path, str(path), path.parent):
-            found = load_vocabulary(place, target)
-            assert found[1:] == (saved.vocab_size, saved.fingerprint, path)
-            assert found.ids_U.dtype == np.int32
-            np.testing.assert_array_equal(found.ids_U, ids)
-    assert list(path.parent.iterdir()) == [path]
+    saved = vocabulary_of(IDS, target)
+    save_vocabulary(path, saved)
+    for place in (path, path.parent):
+        found = load_vocabulary(place, target)
+        assert found[1:] == (saved.vocab_size, saved.fingerprint, path)
+        assert found.ids_U.dtype == np.int32
+        np.testing.assert_array_equal(found.ids_U, IDS)
+    none = refusal(load_vocabulary, tmp_path / "none", target)
+    assert "no draft vocabulary" in none and none.endswith("none; check the path")
 
 
 @pytest.mark.parametrize(
@@ -100,11 +94,10 @@ def test_round_trip_by_file_and_folder(tmp_path, target):
         {"d2t": D2T},
         {"t2d": T2D},
         {"d2t": D2T, "t2d": T2D},
-        {"d2t": D2T.astype(np.int32)},
         {"d2t": np.array([5, 0, 2])},  # ids 5, 1, 4: a foreign head's order is of no matter
         {"d2t": D2T, "t2d": T2D, "lm_head.weight": np.zeros((3, 2), np.float32)},
     ],
-    ids=["d2t", "t2d", "both", "int32", "unordered", "in a checkpoint"],
+    ids=["d2t", "t2d", "both", "unordered", "in a checkpoint"],
 )
 def test_either_tensor_is_enough(load, tensors):
     found = load(**tensors)
@@ -116,10 +109,8 @@ def test_either_tensor_is_enough(load, tensors):
     "line, tensors",
     [
         ("t2d has 7 entries and the target 8 tokens; use", {"t2d": T2D[:7]}),
-        ("d2t holds the id 8, which is outside the vocabulary of 8", {"d2t": D2T + [0, 0, 3]}),
         ("d2t holds the id -1, which is outside the vocab", {"d2t": D2T - [2, 0, 0]}),
         ("d2t gives the id 4 more than once", {"d2t": D2T - [0, 0, 1]}),
-        ("holds no ids", {"t2d": np.zeros(8, bool)}),
         ("d2t gives 3 ids and t2d marks 3, not the same", {"d2t": D2T, "t2d": np.roll(T2D, 1)}),
         ("holds neither d2t nor t2d; make", {"lm_head.weight": np.zeros(3)}),
         ("d2t is F64 of shape .3.; it must be I64 with one axis", {"d2t": D2T.astype(float)}),
@@ -143,17 +134,6 @@ def test_another_tokenizer_is_refused_where_both_are_known(load, target):
     assert load(other, d2t=D2T).fingerprint == other["vocabulary"]
 
 
-def test_refused_paths(tmp_path, target):
-    broken = tmp_path / "broken.safetensors"
-    broken.write_bytes(b"half a file")
-    for path, line in [
-        (tmp_path / "none", "no draft vocabulary .*none; check the path"),
-        (tmp_path, "holds no draft_vocabulary.safetensors; name the file itself"),
-        (broken, "broken.safetensors cannot be read as safetensors .*; make it with"),
-    ]:
-        assert re.search(line, refusal(load_vocabulary, path, target))
-
-
 def ranked(size: int, always: tuple[int, ...] = ()) -> list[int]:
     """Of 8 tokens: 6 occurs three times, 7 and 2 twice, 3 and 1 once, the others never."""
     count_V = count_tokens([[7, 2, 6, 3], [], [6, 2, 1, 7, 6]], 8)
@@ -166,14 +146,8 @@ def test_ranking_takes_the_most_frequent_and_of_ties_the_lower():
     assert [ranked(size) for size in (1, 2, 4)] == [[6], [2, 6], [1, 2, 6, 7]]
     assert ranked(6) == [0, 1, 2, 3, 6, 7]
     assert ranked(8) == list(range(8))
-
-
-def test_ids_to_keep_take_the_place_of_the_rarest():
-    assert ranked(2, (5,)) == [5, 6]
-    assert ranked(3, (5, 0, 5)) == [0, 5, 6]
-    assert ranked(2, (5, 0)) == [0, 5]
-    assert ranked(1, (5, 5)) == [5]
-    assert ranked(3, (6,)) == [2, 6, 7]  # frequent anyway
+    assert ranked(3, (5, 0, 5)) == [0, 5, 6]  # ids to keep take the place of the rarest
+    assert ranked(3, (6,)) == [2, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -186,10 +160,7 @@ def test_ids_to_keep_take_the_place_of_the_rarest():
     ],
 )
 def test_sizes_that_cannot_be_had(size, always, line):
-    with pytest.raises(InputError, match=line):
-        check_size(size, 8, always)
-    with pytest.raises(InputError, match=line):
-        ranked(size, always)
+    assert line in refusal(ranked, size, always)
 
 
 def test_coverage():
@@ -201,8 +172,8 @@ def test_coverage():
     assert "the text holds the id 8, which is outside" in line
 
 
-def make(output: Path, *flags: str, corpus: Path = CONVERSATIONS, size: int = 50) -> None:
-    arguments = ["--target", str(DEMO), "--corpus", str(corpus), "--size", str(size), *flags]
+def make(output: Path, *flags: str, corpus: Path = CONVERSATIONS) -> None:
+    arguments = ["--target", str(DEMO), "--corpus", str(corpus), "--size", "50", *flags]
     program.main([*arguments, "--output", str(output)])
 
 
@@ -226,9 +197,8 @@ def counted_answers(limit: int) -> Counter[int]:
     )
 
 
-@pytest.mark.parametrize("limit", [3, 40])
-def test_program_counts_answers_alone(tmp_path, capsys, limit):
-    output = tmp_path / "new" / "v.safetensors"
+def test_program_counts_answers_alone(tmp_path, capsys):
+    output, limit = tmp_path / "new" / "v.safetensors", 40
     make(output, "--limit", str(limit))
     target = describe_target(DEMO)
     found = load_vocabulary(output, target)
@@ -241,11 +211,6 @@ def test_program_counts_answers_alone(tmp_path, capsys, limit):
     assert 0.3 < share < 1
     line = f"{output}: 50 of 2048 tokens cover {share:.2%} of {counts.total()} answer tokens\n"
     assert capsys.readouterr().out == line
-
-
-def test_program_keeps_the_ids_that_end_text(tmp_path):
-    make(tmp_path / "v.safetensors", size=1)
-    assert load_vocabulary(tmp_path / "v.safetensors", describe_target(DEMO)).ids_U.tolist() == [4]
 
 
 def test_program_tells_what_it_leaves_out(tmp_path, capsys):
@@ -270,38 +235,17 @@ def test_program_tells_what_it_leaves_out(tmp_path, capsys):
     assert sum("plain text" in line for line in lines) == 1
 
 
-def test_program_refuses_bad_input_in_one_line(tmp_path, capsys):
-    taken = tmp_path / "taken.safetensors"
+def test_program_refuses_bad_input_in_one_line(tmp_path, run):
+    taken, fresh = tmp_path / "taken.safetensors", tmp_path / "v.safetensors"
     taken.touch()
-    fresh = tmp_path / "v.safetensors"
     bad = write(tmp_path / "bad.jsonl", {"nothing": 1}, {"nothing": 2})
-    flags = ["--target", str(DEMO), "--corpus", str(CONVERSATIONS), "--size", "100"]
+    flags = ["--target", DEMO, "--corpus", CONVERSATIONS, "--size", "100", "--output", fresh]
     for changed, words in [
-        (["--output", str(taken)], "exists already"),
+        (["--output", taken], "exists already"),
         # before the corpus is looked at, as counting may take long
         (["--size", "2049", "--corpus", "none"], "2048 tokens; ask for a size from 1 to 2048"),
         (["--sources", "nowhere"], "no records of nowhere"),
-        (["--corpus", str(bad)], "none of 2 records has an answer; of 2: a record of unknown"),
+        (["--corpus", bad], "none of 2 records has an answer; of 2: a record of unknown"),
     ]:
-        with pytest.raises(SystemExit) as exit:
-            run(program.main, [*flags, "--output", str(fresh), *changed])
-        err = capsys.readouterr().err
-        lines = [line for line in err.splitlines() if not line.startswith("conversations ")]
-        assert exit.value.code == 2 and len(lines) == 1, err
-        assert lines[0].startswith("train.vocabulary: ") and words in lines[0]
+        assert words in run("train.vocabulary", *flags, *changed).refusal()
         assert not fresh.exists()
-
-
-def test_trained_with_where_the_drafter_has_draft_ids(tmp_path, target):
-    """Whatever its kind; refused where its config has no place for them."""
-
-    @dataclasses.dataclass(frozen=True)
-    class OtherConfig:
-        draft_ids: tuple[int, ...] = ()
-
-    path = save_vocabulary(tmp_path / "v.safetensors", vocabulary_of(IDS, target))
-    config = dataclasses.replace(distill_config(tmp_path, target.folder), vocabulary=str(path))
-    for drafter in (Eagle3Config(1, 24), OtherConfig()):
-        found = with_vocabulary(dataclasses.replace(config, drafter=drafter), target)
-        assert found.drafter == dataclasses.replace(drafter, draft_ids=(1, 4, 5))
-    assert "only a drafter with a head of its own" in refusal(with_vocabulary, config, target)

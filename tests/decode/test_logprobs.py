@@ -9,9 +9,7 @@ import pytest
 
 from moa_jax import Session
 from moa_jax.config import DraftShape, Sampling
-from moa_jax.decode import logprobs
 from moa_jax.model import llama, masks
-from tests.model_folders import refusal
 from tests.pairs import NO_STOP, Pair, random_pair_of
 
 PROMPTS = [[5, 9, 4, 17, 23], [11]]
@@ -81,9 +79,3 @@ def test_an_answer_that_is_cut_keeps_its_own(pair, answers):
         assert len(result.logprobs) == len(result.token_ids) == length
         for ours, theirs in zip(result.logprobs, whole.logprobs, strict=False):
             assert ours.top == [] and ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
-
-
-def test_too_many_are_one_line(pair):
-    for count in (-1, logprobs.MOST + 1):
-        line = refusal(Session, pair.target, top_logprobs=count)
-        assert line == f"{count} top tokens; choose from 0 to 20, or none at all"

@@ -1,7 +1,6 @@
 """Decoding on several devices: the texts of one device, whatever a mesh cuts."""
 
 import argparse
-import itertools
 import json
 import os
 import subprocess
@@ -20,7 +19,6 @@ from moa_jax import InputError, Session, load_drafter, load_target
 from moa_jax.model import sharding
 from moa_jax.model.cache import KV, HiddenCache
 from moa_jax.pretrained import check_mesh
-from tests.conftest import golden_cases
 from tests.decode.mesh_run import CONFIG
 from tests.model_folders import refusal
 
@@ -41,13 +39,6 @@ CASES = (
     "files:moa-0@tensor=4",
     "files:moa-0+int8@tensor=2,data=2",
 )
-# Pairs of the authors' code: each kind once, in chains and in trees.
-RECORDED = [
-    case
-    for kind in ("moa_llama_trained", "eagle_llama_trained", "glide_llama", "independent_llama")
-    for case in golden_cases(kind, "generate.npz")[:1]
-]
-SHAPES_AND_MESHES = itertools.cycle(["chain@tensor=2", "tree@tensor=4,data=2"])
 
 
 def run_cases(*cases: str) -> dict[str, dict]:
@@ -100,54 +91,7 @@ def test_a_pair_lies_on_one_mesh():
         load_target(DEMO / "target", mesh=jax.sharding.Mesh(jax.devices()[:1], ("x",)))
 
 
-@pytest.fixture(scope="module")
-def recorded_on_meshes() -> dict[str, dict]:
-    folders = [case.values[0] for case in RECORDED]
-    return run_cases(*map("{}:{}".format, folders, SHAPES_AND_MESHES))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("folder", RECORDED)
-def test_a_mesh_writes_the_recorded_texts(recorded_on_meshes, folder):
-    (one,) = (one for case, one in recorded_on_meshes.items() if case.startswith(f"{folder}:"))
-    assert one["found"] == one["expected"] and len(one["found"]) > 1
-
-
-@pytest.mark.slow
-def test_the_program_decodes_on_a_mesh():
-    """As users call it, on the bundled pair; --check compares with plain decoding."""
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    command = [sys.executable, "-m", "infer.generate", "--mesh", "tensor=4", "--check", "--json"]
-    done = subprocess.run(
-        [*command, "--prompt", "Hello!", "--max-new-tokens", "12"],
-        **dict(cwd=ROOT, env=env, text=True, capture_output=True, timeout=500),
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    document = json.loads(done.stdout)
-    (found,) = document["results"]
-    assert found["difference"] is None and len(found["token_ids"]) > 2
-    assert document["settings"]["mesh"] == {"tensor": 4}
-    copied = [line for line in done.stderr.splitlines() if "each device has a copy" in line]
-    assert len(copied) == 2  # one key-value head: once for the target, once for the drafter
-
-
 # ---- what is cut, and what is refused -----------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("axes", "shape", "expected"),
-    [
-        (("embed", "kv_heads", None, None), (32, 4, 4, 8), P(None, "tensor", None, None)),
-        (("embed", "kv_heads", None, None), (32, 1, 4, 8), P(None, None, None, None)),
-        (("embed", "vocab"), (32, 64), P(None, "tensor")),
-        (("table", "embed"), (64, 32), P("tensor", None)),
-        (("rows",), (6, 7), P("data")),
-        (("rows",), (3, 7), P(None)),
-    ],
-)
-def test_what_a_mesh_does_not_divide_is_whole_everywhere(axes, shape, expected):
-    mesh = AbstractMesh((2, 4), sharding.DECODE_AXES)
-    assert sharding.dividing(axes, shape, mesh) == expected
 
 
 def test_a_mesh_splits_what_is_kept_of_a_text():

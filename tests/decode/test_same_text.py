@@ -303,11 +303,3 @@ def test_drafted_text_equals_plain_text(name, monkeypatch):
     found = DRIVERS[driver](case, monkeypatch)
     assert found.token_ids == plain_texts(name, case)
     assert found.num_accepted > 0, "no draft was accepted, so nothing was shown"
-
-
-def test_every_kind_of_drafter_is_in_the_table():
-    for driver in ("batch", "split"):
-        named = {case.split(":")[1] for case in (*FAST, *SLOW) if case.startswith(driver)}
-        # A client looks drafts up by itself, and variants differ in nothing that goes to a client.
-        others = {"lookup", "moa-2", "eagle-authors", "eagle3-ids"} if driver == "split" else set()
-        assert set(TINY.configs) - others <= named

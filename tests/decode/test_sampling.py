@@ -18,8 +18,7 @@ from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import sampling, step
 from moa_jax.decode.sampling import TokenCounts, make_batch_sampling
 from moa_jax.decode.session import rows_of
-from moa_jax.decode.state import RoundState, StaticConfig, Vocabulary, Weights
-from moa_jax.model import topk
+from moa_jax.decode.state import RoundState, StaticConfig, Weights
 from tests.model_folders import refusal
 from tests.sampling_law import PLAIN, law_by_definition
 
@@ -181,15 +180,6 @@ def test_what_is_kept_is_what_sorting_keeps(size, ties):
     assert decided > 0.8 * len(rows) * len(spreads)
 
 
-def test_pieces_change_nothing_that_is_kept(monkeypatch):
-    log_BNV = jax.nn.log_softmax(np.random.default_rng(2).normal(size=(1, 4, 57)))
-    law = make_batch_sampling([Sampling(temperature=1, top_k=40, top_p=0.8)], 57)
-    whole_BNV = sampling._kept(law, log_BNV)
-    monkeypatch.setattr(topk, "PIECE", 8)
-    np.testing.assert_array_equal(sampling._kept(law, log_BNV), whole_BNV)
-    assert 0 < whole_BNV.sum() < whole_BNV.size
-
-
 def test_extreme_temperatures_are_finite():
     """Towards 0 all on the likeliest token, as at 0; towards infinity nearly all alike."""
     rows = [Sampling(temperature=value) for value in (0.0, 1e-37, 1e-6, 1e6)]
@@ -211,7 +201,7 @@ def test_drafts_are_guided_by_the_settings_of_the_target():
     logits_BNV, said = random_logits(1.0, seed=1)
     said.seen[:, :, 0], said.times[:, :, 0] = True, 2
     path_BNP = np.full((*logits_BNV.shape[:2], 3), [[0, 1, 1], [0, 2, 3]])
-    law, ids_U = make_batch_sampling(SETTINGS, V), np.array([1, 2, 3, 5, 7, 11])
+    law = make_batch_sampling(SETTINGS, V)
     drafter = SimpleNamespace(draft_ids=None)
     setup = StaticConfig(SimpleNamespace(vocab_size=V), drafter, DraftShape(3, sampled=True))
 
@@ -221,22 +211,12 @@ def test_drafts_are_guided_by_the_settings_of_the_target():
         return step.candidate_sampler(setup, weights, now, law).adjusted(logits_BNU, path_BNP)
 
     whole_BNV = guided(Weights(None, None), law, logits_BNV)
-    narrow = Weights(None, None, Vocabulary(ids_U, None))
-    narrow_BNU = guided(narrow, law, logits_BNV[..., ids_U])
     for b, n in itertools.product(*map(range, whole_BNV.shape[:2])):
         seen, answer = in_words(said, b, 0)
         answer += path_BNP[b, n, 1:].tolist()
         seen |= set(answer)
         expected = law_by_definition(logits_BNV[b, n], seen, SETTINGS[b], answer)
         np.testing.assert_allclose(np.exp(whole_BNV[b, n]), expected, atol=1e-6)
-        row = SETTINGS[b]
-        place = {int(token): u for u, token in enumerate(ids_U)}
-        bias = tuple((place[token], x) for token, x in row.logit_bias if token in place)
-        row = Sampling(**{**vars(row), "logit_bias": bias})
-        seen = {place[token] for token in seen if token in place}
-        answer = [place[token] for token in answer if token in place]
-        expected = law_by_definition(logits_BNV[b, n][ids_U], seen, row, answer)
-        np.testing.assert_allclose(np.exp(narrow_BNU[b, n]), expected, atol=1e-6)
 
 
 # ---- bad input ----------------------------------------------------------------------------

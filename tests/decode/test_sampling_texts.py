@@ -170,7 +170,6 @@ COUPLED = [  # every row another one; the first two use all that there is
     Sampling(temperature=0.7, presence_penalty=-1.0, frequency_penalty=0.5, seed=6),
     Sampling(temperature=0.0, presence_penalty=-1.0, frequency_penalty=0.5),
 ]
-GREEDY_ROWS = (4, 5)
 PENALISED_ROWS = (6, 7)
 
 
@@ -224,25 +223,6 @@ def text_by_definition(pair: SampledPair, i: int, row: Sampling) -> list[int]:
         with np.errstate(divide="ignore"):
             answer.append(int(np.argmax(np.log(law_V) + noise_V)))
     return answer
-
-
-def test_greedy_with_penalty_and_bias_equals_transformers(pair):
-    """As rows of a batch whose other rows are sampled."""
-    for i in GREEDY_ROWS:
-        assert pair.results(None)[i].token_ids == greedy_by_transformers(pair, i)
-
-
-def greedy_by_transformers(pair: SampledPair, i: int) -> list[int]:
-    row, prompt = COUPLED[i], PROMPTS[i]
-    found = pair.model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=20,
-        do_sample=False,
-        repetition_penalty=row.repetition_penalty,
-        sequence_bias={(token,): bias for token, bias in row.logit_bias} or None,
-    )
-    return found[0, len(prompt) :].tolist()
 
 
 def test_seeds_decide(pair):
