@@ -53,6 +53,7 @@ def test_the_first_of_two_stop_texts_that_one_token_completes_ends_the_text():
     text = GrowingText(None, ("7 ", "17 "))
     assert text.add([5, 17, 3]) == "5 "
     assert (text.stop, text.num_tokens) == ("17 ", 2)
+    assert StopFinder(Bytes(), ["."])(list(b"ab.cd")) == 3
 
 
 def test_without_a_tokenizer_ids_are_shown():
@@ -97,11 +98,6 @@ def test_a_stop_text_may_be_kept():
     growing = GrowingText(Bytes(), ("fee",), keep_stop=True)
     assert growing.add(b"coffee, tea") == "coffee"
     assert (growing.stop, growing.num_tokens, growing.end()) == ("fee", 6, "")
-
-
-@pytest.mark.parametrize("text, count", [(b"ab.cd", 3), (b"a.", 2), (b"abc", None)])
-def test_a_stop_keeps_the_tokens_that_complete_it(text, count):
-    assert StopFinder(Bytes(), ["."])(list(text)) == count
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:

@@ -227,8 +227,6 @@ def test_drafts_are_guided_by_the_settings_of_the_target():
     [
         (dict(temperature=-0.1), "temperature is -0.1; choose from 0"),
         (dict(temperature=math.nan), "temperature is nan"),
-        (dict(top_p=0.0), "top_p is 0.0; choose above 0"),
-        (dict(min_p=1.1), "min_p is 1.1"),
         (dict(top_k=1.5), "top_k is 1.5; choose a whole number"),
         (dict(repetition_penalty=0.0), "repetition_penalty is 0.0; choose from 1e-06"),
         (dict(presence_penalty=2.1), "presence_penalty is 2.1; choose from -2.0 to 2.0"),

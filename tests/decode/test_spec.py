@@ -16,7 +16,6 @@ from moa_jax import InputError, Session
 from moa_jax.config import DraftShape
 from moa_jax.decode import programs, step
 from moa_jax.decode.sampling import BatchSampling
-from moa_jax.decode.session import GREEDY
 from moa_jax.decode.state import RoundState, Weights
 from moa_jax.decode.verify import verify
 from moa_jax.drafters.api import NO_TOKEN, Tree, chain
@@ -159,16 +158,6 @@ def test_verify_follows_the_agreeing_branch_of_a_tree():
     assert verdict.count_B.tolist() == [3]
     assert verdict.path_BD[0, :3].tolist() == [0, 2, 3]
     assert verdict.emitted_BD[0, :3].tolist() == [3, 4, 6]
-
-
-@pytest.mark.parametrize("shape", [DraftShape(1), DraftShape(5), DraftShape(7, 8, 62)], ids=str)
-def test_caches_have_a_multiple_of_128_rows(simple_pair, shape):
-    """XLA pads other sizes, and copies every cache in every layer and round to do so."""
-    for asked in (None, 200):
-        session = Session(simple_pair.target, simple_pair.drafter, shape, cache_rows=asked)
-        state, *_ = session.start([[5, 6, 7]], 80, NO_STOP, GREEDY)
-        shapes = {cache.k_BKSE.shape[2] for cache in state.round.target_caches}
-        assert shapes == {256 if asked or shape.num_rows > 32 else 128}
 
 
 def test_one_compile_per_shape(simple_pair):
