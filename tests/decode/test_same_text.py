@@ -205,10 +205,9 @@ def take_turns(
 
 def engine(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
     """An engine gets all requests at once."""
-    with engine_for(case, monkeypatch) as found:
+    with engine_for(case, monkeypatch) as found, contextlib.closing(found):
         found.start()
         listeners = answers(found, case.requests)
-        found.close()
         return Texts([each.token_ids for each in listeners], found.stats().accepted_tokens)
 
 
