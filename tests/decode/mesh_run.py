@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from infer.cli.flags.mesh import mesh_sizes
 from moa_jax import load_drafter, load_target
 from moa_jax.config import BlockConfig, TargetConfig
+from moa_jax.decode.session import GREEDY
 from moa_jax.files import device_loader
 from moa_jax.model import attention, convert, quantize, sharding
 from moa_jax.pretrained import describe_target, save_drafter, save_target, table_of
@@ -42,7 +43,7 @@ def drafted_on(name: str, mesh: Mesh) -> dict[str, Any]:
         found = DRIVERS[driver](case, patch)
     if driver == "batch":
         session, prompts = session_of(case), [each.prompt_ids for each in case.requests]
-        assert_is_split(session.start(prompts, 8, NO_STOP)[0].round, mesh)
+        assert_is_split(session.start(prompts, 8, NO_STOP, GREEDY)[0].round, mesh)
     expected = plain_texts(name, case, WIDE)
     return {"found": found.token_ids, "accepted": found.num_accepted, "expected": expected}
 
