@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -149,7 +149,7 @@ def session_of(case: Case) -> Session:
     return follow(found, *turns_of(case)) if case.lags else found
 
 
-def alone(case: Case) -> Texts:
+def alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
     """A session streams each request by itself."""
     session, rows = session_of(case), []
     for request in case.requests:
@@ -159,7 +159,7 @@ def alone(case: Case) -> Texts:
     return Texts([row.token_ids for row in rows], accepted(rows))
 
 
-def batch(case: Case) -> Texts:
+def batch(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
     """The requests are rows of a session's batch."""
     rows = rows_of(session_of(case), case.requests)
     assert not case.lags or {0, 3} <= {count for row in rows for count in row.drafted_levels}
@@ -269,13 +269,7 @@ def split(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
     return Texts([each.tokens for each in found], sum(count - 1 for count in lengths))
 
 
-DRIVERS: dict[str, Callable[..., Texts]] = {
-    "alone": lambda case, _: alone(case),
-    "batch": lambda case, _: batch(case),
-    "engine": engine,
-    "http": http,
-    "split": split,
-}
+DRIVERS = {driver.__name__: driver for driver in (alone, batch, engine, http, split)}
 
 
 @functools.cache
