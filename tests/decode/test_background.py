@@ -5,6 +5,9 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
+from moa_jax.decode import background as background_lib
 from moa_jax.decode.background import BackgroundWorker
 
 
@@ -99,16 +102,13 @@ def test_whoever_interrupts_the_wait_ends_the_process():
     assert (process.returncode, out, error) == (130, "", "")
 
 
-def test_memory_is_given_back_seldom(monkeypatch):
-    """It is taken from those who would use it again, too."""
-    returns = []
-    monkeypatch.setattr("moa_jax.decode.background._trim_malloc", lambda: returns.append(1))
-    background = BackgroundWorker()
-    for name in "abc":
-        background.submit(name, lambda: None)
-    background.wait()
-    assert len(returns) == 1
-    monkeypatch.setattr("moa_jax.decode.background.LEAST_BETWEEN_RETURNS_S", 0.0)
-    background.submit("d", lambda: None)
-    background.wait()
-    assert len(returns) == 2
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count mappings")
+def test_programs_are_compiled_while_memory_mappings_are_left(monkeypatch, tmp_path):
+    most, num_mappings = tmp_path / "max_map_count", background_lib.num_mappings()
+    monkeypatch.setattr(background_lib, "MOST", most)
+    for share, is_left in ((2, True), (1, False)):
+        most.write_text(f"{num_mappings * share}\n")
+        assert background_lib.can_compile_more() == is_left
+    monkeypatch.setattr(background_lib, "MOST", tmp_path / "absent")
+    monkeypatch.setattr(background_lib, "MAPPINGS", tmp_path / "absent")
+    assert background_lib.can_compile_more() and background_lib.num_mappings() == 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import stat
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -14,13 +13,11 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import moa_jax
-from infer.cli.program import run
-from moa_jax.config import BlockConfig, Eagle3Config, TargetConfig
+from moa_jax.config import BlockConfig, TargetConfig
 from moa_jax.data import chat, sources
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.draft_vocabulary import (
     DraftVocabulary,
-    check_size,
     count_tokens,
     coverage,
     load_vocabulary,
@@ -28,14 +25,11 @@ from moa_jax.decode.draft_vocabulary import (
     save_vocabulary,
     vocabulary_of,
 )
-from moa_jax.errors import InputError
 from moa_jax.files.model_folder import file_hash
 from moa_jax.files.token_ids import fingerprint, read_token_ids
 from moa_jax.pretrained import SpecialIds, Target, describe_target
 from tests.model_folders import refusal
-from tests.train.test_training import distill_config
 from train import vocabulary as program
-from train.distill import with_vocabulary
 
 DEMO = Path(moa_jax.__file__).parent / "demo" / "target"
 CONVERSATIONS = Path(__file__).parents[1] / "data" / "conversations.jsonl"
@@ -68,12 +62,9 @@ def load(tmp_path, target):
     return load
 
 
-def one_line(found: pytest.ExceptionInfo[InputError]) -> bool:
-    return "\n" not in str(found.value)
-
-
 def test_saved_as_written_by_hand(tmp_path, target):
-    path = save_vocabulary(tmp_path / "new" / "v.safetensors", vocabulary_of(IDS, target))
+    saved = vocabulary_of(IDS, target)
+    path = save_vocabulary(tmp_path / "new" / "draft_vocabulary.safetensors", saved)
     stored = load_file(path)
     assert {name: array.dtype.name for name, array in stored.items()} == {
         "d2t": "int64",
@@ -83,37 +74,12 @@ def test_saved_as_written_by_hand(tmp_path, target):
     np.testing.assert_array_equal(stored["t2d"], T2D)
     with safe_open(path, framework="np") as file:
         assert file.metadata() == {"vocabulary": fingerprint(read_token_ids(target.folder))}
-
-
-def test_round_trip_by_file_and_folder(tmp_path, target):
-    path = tmp_path / "draft" / "draft_vocabulary.safetensors"
-    for ids in (np.arange(8, dtype=np.int32), IDS):  # the second replaces the first
-        saved = vocabulary_of(ids, target)
-        save_vocabulary(path, saved)
-        for place in (path, str(path), path.parent):
-            found = load_vocabulary(place, target)
-            assert found[1:] == (saved.vocab_size, saved.fingerprint, path)
-            assert found.ids_U.dtype == np.int32
-            np.testing.assert_array_equal(found.ids_U, ids)
-    assert list(path.parent.iterdir()) == [path]
-    (path.parent / "any").touch()
-    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((path.parent / "any").stat().st_mode)
-
-
-def test_a_failed_save_leaves_the_old_file(tmp_path, target, monkeypatch):
-    path = save_vocabulary(tmp_path / "v.safetensors", vocabulary_of(IDS, target))
-    before = path.read_bytes()
-
-    def full(self, content):
-        with self.open("wb") as file:
-            file.write(content[:10])
-        raise OSError("no space")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match="no space"):
-        save_vocabulary(path, vocabulary_of(IDS[:2], target))
-    assert path.read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["target", "v.safetensors"]
+    for place in (path, path.parent):
+        found = load_vocabulary(place, target)
+        assert found[1:] == (saved.vocab_size, saved.fingerprint, path)
+        np.testing.assert_array_equal(found.ids_U, IDS)
+    none = refusal(load_vocabulary, tmp_path / "none", target)
+    assert "no draft vocabulary" in none and none.endswith("none; check the path")
 
 
 @pytest.mark.parametrize(
@@ -122,11 +88,10 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, target, monkeypatch):
         {"d2t": D2T},
         {"t2d": T2D},
         {"d2t": D2T, "t2d": T2D},
-        {"d2t": D2T.astype(np.int32)},
         {"d2t": np.array([5, 0, 2])},  # ids 5, 1, 4: a foreign head's order is of no matter
         {"d2t": D2T, "t2d": T2D, "lm_head.weight": np.zeros((3, 2), np.float32)},
     ],
-    ids=["d2t", "t2d", "both", "int32", "unordered", "in a checkpoint"],
+    ids=["d2t", "t2d", "both", "unordered", "in a checkpoint"],
 )
 def test_either_tensor_is_enough(load, tensors):
     found = load(**tensors)
@@ -138,33 +103,22 @@ def test_either_tensor_is_enough(load, tensors):
     "line, tensors",
     [
         ("t2d has 7 entries and the target 8 tokens; use", {"t2d": T2D[:7]}),
-        ("d2t holds the id 8, which is outside the vocabulary of 8", {"d2t": D2T + [0, 0, 3]}),
         ("d2t holds the id -1, which is outside the vocab", {"d2t": D2T - [2, 0, 0]}),
         ("d2t gives the id 4 more than once", {"d2t": D2T - [0, 0, 1]}),
-        ("holds no ids", {"d2t": D2T[:0]}),
-        ("holds no ids", {"t2d": np.zeros(8, bool)}),
-        ("d2t gives 3 ids and t2d marks 5, not the same", {"d2t": D2T, "t2d": ~T2D}),
         ("d2t gives 3 ids and t2d marks 3, not the same", {"d2t": D2T, "t2d": np.roll(T2D, 1)}),
         ("holds neither d2t nor t2d; make", {"lm_head.weight": np.zeros(3)}),
         ("d2t is F64 of shape .3.; it must be I64 with one axis", {"d2t": D2T.astype(float)}),
-        ("t2d is I64 of shape .8.; it must be BOOL", {"t2d": T2D.astype(int)}),
-        ("d2t is I64 of shape .1, 3.; it must", {"d2t": D2T[None]}),
     ],
 )
 def test_refused_tensors(load, line, tensors):
-    with pytest.raises(InputError, match=r"file\.safetensors.*" + line) as found:
-        load(**tensors)
-    assert one_line(found)
+    assert re.search(r"file\.safetensors.*" + line, refusal(load, **tensors))
 
 
 def test_another_tokenizer_is_refused_where_both_are_known(load, target):
-    line = (
-        "this draft vocabulary was made for another tokenizer: .*file.safetensors states .* 1:0000"
-    )
+    line = "was made for another tokenizer: .*file.safetensors states .* 1:0000"
     other = {"vocabulary": "1:" + "0" * 64}
-    with pytest.raises(InputError, match=line) as found:
-        load(other, t2d=T2D[:7])  # its length is wrong too, and the cause is named first
-    assert one_line(found)
+    # Its length is wrong too, and the cause is named first.
+    assert re.search(line, refusal(load, other, t2d=T2D[:7]))
     same = {"vocabulary": fingerprint(read_token_ids(target.folder))}
     earlier = {"tokenizer_sha256": file_hash(target.folder / "tokenizer.json")}
     for metadata in (same, earlier):
@@ -172,19 +126,6 @@ def test_another_tokenizer_is_refused_where_both_are_known(load, target):
         assert load(metadata, t2d=T2D[:7]).ids_U.tolist() == IDS.tolist()  # of fewer unused rows
     (target.folder / "tokenizer.json").unlink()
     assert load(other, d2t=D2T).fingerprint == other["vocabulary"]
-
-
-def test_refused_paths(tmp_path, target):
-    broken = tmp_path / "broken.safetensors"
-    broken.write_bytes(b"half a file")
-    for path, line in [
-        (tmp_path / "none", "no draft vocabulary .*none; check the path"),
-        (tmp_path, "holds no draft_vocabulary.safetensors; name the file itself"),
-        (broken, "broken.safetensors cannot be read as safetensors .*; make it with"),
-    ]:
-        with pytest.raises(InputError, match=line) as found:
-            load_vocabulary(path, target)
-        assert one_line(found)
 
 
 def ranked(size: int, always: tuple[int, ...] = ()) -> list[int]:
@@ -196,44 +137,12 @@ def ranked(size: int, always: tuple[int, ...] = ()) -> list[int]:
 
 
 def test_ranking_takes_the_most_frequent_and_of_ties_the_lower():
-    assert [ranked(size) for size in (1, 2, 3, 4, 6)] == [
-        [6],
-        [2, 6],
-        [2, 6, 7],
-        [1, 2, 6, 7],
-        [0, 1, 2, 3, 6, 7],
-    ]
+    assert [ranked(size) for size in (1, 2, 4)] == [[6], [2, 6], [1, 2, 6, 7]]
+    assert ranked(6) == [0, 1, 2, 3, 6, 7]
     assert ranked(8) == list(range(8))
-
-
-def test_ids_to_keep_take_the_place_of_the_rarest():
-    assert ranked(2, (5,)) == [5, 6]
-    assert ranked(3, (5, 0, 5)) == [0, 5, 6]
-    assert ranked(2, (5, 0)) == [0, 5]
-    assert ranked(1, (5, 5)) == [5]
-    assert ranked(3, (6,)) == [2, 6, 7]  # frequent anyway
-
-
-@pytest.mark.parametrize(
-    "size, always, line",
-    [
-        (0, (), "vocabulary of 0: 1 must be in it; ask for a size from 1 to 8"),
-        (9, (), "vocabulary of 9: the target has 8 tokens; ask for a size from 1 to 8"),
-        (1, (4, 5), "vocabulary of 1: 2 must be in it; ask for a size from 2 to 8"),
-        (3, (8,), "the list of ids to keep holds the id 8, which is outside the vocabulary of 8"),
-    ],
-)
-def test_sizes_that_cannot_be_had(size, always, line):
-    with pytest.raises(InputError, match=line):
-        check_size(size, 8, always)
-    with pytest.raises(InputError, match=line):
-        ranked(size, always)
-
-
-@pytest.mark.parametrize("token", [8, -1])
-def test_text_of_another_tokenizer(token):
-    with pytest.raises(InputError, match=f"the text holds the id {token}, which is outside"):
-        count_tokens([[1], [2, token]], 8)
+    assert ranked(3, (5, 0, 5)) == [0, 5, 6]  # ids to keep take the place of the rarest
+    assert ranked(3, (6,)) == [2, 6, 7]
+    assert "2 must be in it; ask for a size from 2 to 8" in refusal(ranked, 1, (4, 5))
 
 
 def test_coverage():
@@ -241,10 +150,12 @@ def test_coverage():
     assert count_V.tolist() == [0, 2, 1, 0, 1, 0, 0, 0]
     assert coverage(count_V, IDS) == 0.75
     assert coverage(np.zeros(8, int), IDS) == 0.0
+    line = refusal(count_tokens, [[1], [2, 8]], 8)  # text of another tokenizer
+    assert "the text holds the id 8, which is outside" in line
 
 
-def make(output: Path, *flags: str, corpus: Path = CONVERSATIONS, size: int = 50) -> None:
-    arguments = ["--target", str(DEMO), "--corpus", str(corpus), "--size", str(size), *flags]
+def make(output: Path, *flags: str, corpus: Path = CONVERSATIONS) -> None:
+    arguments = ["--target", str(DEMO), "--corpus", str(corpus), "--size", "50", *flags]
     program.main([*arguments, "--output", str(output)])
 
 
@@ -268,9 +179,8 @@ def counted_answers(limit: int) -> Counter[int]:
     )
 
 
-@pytest.mark.parametrize("limit", [3, 40])
-def test_program_counts_answers_alone(tmp_path, capsys, limit):
-    output = tmp_path / "new" / "v.safetensors"
+def test_program_counts_answers_alone(tmp_path, capsys):
+    output, limit = tmp_path / "new" / "v.safetensors", 40
     make(output, "--limit", str(limit))
     target = describe_target(DEMO)
     found = load_vocabulary(output, target)
@@ -283,11 +193,6 @@ def test_program_counts_answers_alone(tmp_path, capsys, limit):
     assert 0.3 < share < 1
     line = f"{output}: 50 of 2048 tokens cover {share:.2%} of {counts.total()} answer tokens\n"
     assert capsys.readouterr().out == line
-
-
-def test_program_keeps_the_ids_that_end_text(tmp_path):
-    make(tmp_path / "v.safetensors", size=1)
-    assert load_vocabulary(tmp_path / "v.safetensors", describe_target(DEMO)).ids_U.tolist() == [4]
 
 
 def test_program_tells_what_it_leaves_out(tmp_path, capsys):
@@ -312,52 +217,17 @@ def test_program_tells_what_it_leaves_out(tmp_path, capsys):
     assert sum("plain text" in line for line in lines) == 1
 
 
-def test_program_refuses_bad_input_in_one_line(tmp_path, capsys):
-    taken = tmp_path / "taken.safetensors"
+def test_program_refuses_bad_input_in_one_line(tmp_path, run):
+    taken, fresh = tmp_path / "taken.safetensors", tmp_path / "v.safetensors"
     taken.touch()
-    fresh = tmp_path / "v.safetensors"
     bad = write(tmp_path / "bad.jsonl", {"nothing": 1}, {"nothing": 2})
-    flags = ["--target", str(DEMO), "--corpus", str(CONVERSATIONS), "--size", "100"]
+    flags = ["--target", DEMO, "--corpus", CONVERSATIONS, "--size", "100", "--output", fresh]
     for changed, words in [
-        (["--output", str(taken)], "exists already"),
-        (["--output", str(taken / "v.safetensors")], "choose a path that can be used"),
-        (["--size", "0"], "--size: '0' is not a whole number"),
-        (["--limit", "0"], "--limit: '0' is not a whole number"),
+        (["--output", taken], "exists already"),
         # before the corpus is looked at, as counting may take long
         (["--size", "2049", "--corpus", "none"], "2048 tokens; ask for a size from 1 to 2048"),
         (["--sources", "nowhere"], "no records of nowhere"),
-        (["--corpus", str(bad)], "none of 2 records has an answer; of 2: a record of unknown"),
-        (["--corpus", str(tmp_path / "none.jsonl")], "none.jsonl"),
-        (["--target", str(tmp_path)], "config.json is missing"),
+        (["--corpus", bad], "none of 2 records has an answer; of 2: a record of unknown"),
     ]:
-        with pytest.raises(SystemExit) as exit:
-            run(program.main, [*flags, "--output", str(fresh), *changed])
-        err = capsys.readouterr().err
-        lines = [line for line in err.splitlines() if not line.startswith("conversations ")]
-        assert exit.value.code == 2 and len(lines) == 1, err
-        assert lines[0].startswith("train.vocabulary: ") and words in lines[0]
+        assert words in run("train.vocabulary", *flags, *changed).refusal()
         assert not fresh.exists()
-
-
-def test_trained_with_where_the_drafter_has_draft_ids(tmp_path, target):
-    """Whatever its kind; refused where its config has no place for them."""
-
-    @dataclasses.dataclass(frozen=True)
-    class OtherConfig:
-        draft_ids: tuple[int, ...] = ()
-
-    path = save_vocabulary(tmp_path / "v.safetensors", vocabulary_of(IDS, target))
-    config = dataclasses.replace(distill_config(tmp_path, target.folder), vocabulary=str(path))
-    for drafter in (Eagle3Config(1, 24), OtherConfig()):
-        found = with_vocabulary(dataclasses.replace(config, drafter=drafter), target)
-        assert found.drafter == dataclasses.replace(drafter, draft_ids=(1, 4, 5))
-    assert "only a drafter with a head of its own" in refusal(with_vocabulary, config, target)
-
-
-def test_help_is_grouped(capsys):
-    with pytest.raises(SystemExit) as exit:
-        program.main(["--help"])
-    shown = capsys.readouterr().out
-    assert exit.value.code == 0
-    for group in ("model:", "corpus:", "vocabulary:"):
-        assert f"\n{group}\n" in shown

@@ -9,10 +9,7 @@ import pytest
 
 from moa_jax import Session
 from moa_jax.config import DraftShape, Sampling
-from moa_jax.decode import logprobs
-from moa_jax.decode.state import StaticConfig
 from moa_jax.model import llama, masks
-from tests.model_folders import refusal
 from tests.pairs import NO_STOP, Pair, random_pair_of
 
 PROMPTS = [[5, 9, 4, 17, 23], [11]]
@@ -69,15 +66,6 @@ def test_they_are_those_of_one_pass_over_the_text(pair, answers, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
-def test_drafts_change_none(answers, shape):
-    for drafted, plain in zip(answers(shape), answers(None), strict=True):
-        assert drafted.token_ids == plain.token_ids
-        pairs = zip(drafted.logprobs, plain.logprobs, strict=True)
-        assert all(abs(a.logprob - b.logprob) < 1e-5 for a, b in pairs)
-
-
-@pytest.mark.slow
 def test_an_answer_that_is_cut_keeps_its_own(pair, answers):
     """At a stop of the device, and at one that the host finds, in rounds of a chain."""
     session = Session(pair.target, pair.drafter, CHAIN, chunk=4, top_logprobs=0)
@@ -91,17 +79,3 @@ def test_an_answer_that_is_cut_keeps_its_own(pair, answers):
         assert len(result.logprobs) == len(result.token_ids) == length
         for ours, theirs in zip(result.logprobs, whole.logprobs, strict=False):
             assert ours.top == [] and ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
-
-
-def test_without_them_nothing_is_kept(pair):
-    """The state has no arrays for them, so no program computes them."""
-    session = Session(pair.target, pair.drafter, CHAIN)
-    state, *_ = session.start(PROMPTS, NEW, NO_STOP, LAWS)
-    assert state.logprobs is None and session.setup == session.setup._replace(top_logprobs=None)
-    assert StaticConfig._field_defaults["top_logprobs"] is None
-
-
-def test_too_many_are_one_line(pair):
-    for count in (-1, logprobs.MOST + 1):
-        line = refusal(Session, pair.target, top_logprobs=count)
-        assert line == f"{count} top tokens; choose from 0 to 20, or none at all"

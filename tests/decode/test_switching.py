@@ -1,50 +1,30 @@
-"""Calls of one generation that draft in different ways: the text is plain decoding's.
+"""Calls of one generation that draft in different ways.
 
-The drafter's caches are late after rounds of plain decoding, and whole again after `sync_drafter`.
+The drafter's caches lag after rounds of plain decoding, and are whole again after `sync_drafter`.
+That the text is plain decoding's is a case of test_same_text.py.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import threading
 
 import jax
 import numpy as np
 import pytest
 
 from moa_jax import Session
-from moa_jax.config import DraftShape, Sampling
+from moa_jax.config import DraftShape
 from moa_jax.decode.session import GREEDY
 from moa_jax.decode.step import CATCH_UP
-from moa_jax.pairs import LOOKUP
-from moa_jax.speculation.controller import LIMIT, NO_DRAFT, ROUNDS, DraftController
-from moa_jax.speculation.cost_table import CostTable
-from tests.decode.test_chunks import KINDS, PROMPTS, drafter, target
+from moa_jax.speculation.controller import LIMIT, NO_DRAFT, DraftController
+from tests.decode.test_chunks import PROMPTS, assert_same_rows
+from tests.decode.tiny import KINDS, drafter, follow, target
 from tests.pairs import NO_STOP
 
 CHAIN, LONG, TREE = DraftShape(3), DraftShape(5), DraftShape(3, 2, 4)
 NEW = 60
 SOME = PROMPTS[:4]
 BEHIND = 15  # rounds of a call; after three the drafter has more to read than one turn takes
-QUICK = ("moa-1",)
-kinds = pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
-)
-
-
-class Script:
-    """A controller that repeats its choices and records what it observes."""
-
-    def __init__(self, *choices: tuple[DraftShape, int]) -> None:
-        self.choices, self.observed = itertools.cycle(choices), []
-
-    def next(self, costs, lag_ms):
-        return next(self.choices)
-
-    def observe(self, costs, shape, accepted, rounds, batch, round_ms):
-        self.observed.append((shape, [*map(int, accepted)], rounds))
 
 
 @functools.cache
@@ -54,16 +34,11 @@ def plain() -> Session:
 
 @functools.cache
 def session(name: str) -> Session:
-    ways = (LONG,) if name == LOOKUP else (LONG, TREE)  # lookup drafts no trees
-    return Session(target(), drafter(name), CHAIN, ways=ways)
+    return Session(target(), drafter(name), CHAIN, ways=(LONG,))
 
 
 def scripted(name: str, *choices: tuple[DraftShape, int]) -> Session:
-    found = session(name)
-    found.controller = Script(*choices)
-    found.round_costs = lambda batch, length: dict.fromkeys(found.ways, 1.0)
-    found._is_ready = lambda way, arrays: True
-    return found
+    return follow(session(name), *choices)
 
 
 def test_a_drafted_round_of_a_lagging_drafter_leaves_it_lagging():
@@ -80,47 +55,8 @@ def test_a_drafted_round_of_a_lagging_drafter_leaves_it_lagging():
     assert known() == found.state.round.length_B.tolist()
 
 
-SWITCHES = [
-    (CHAIN, 2),
-    (NO_DRAFT, 3),
-    (TREE, 1),
-    (NO_DRAFT, 2),
-    (NO_DRAFT, 9),
-    (LONG, 2),
-    (NO_DRAFT, 1),
-]
-SAMPLED = Sampling(0.9, top_k=20, repetition_penalty=1.2, seed=3)
-LAWS = [SAMPLED, Sampling(1.0, seed=4), GREEDY, GREEDY]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
-def test_every_switch_leaves_the_likeliest_text_as_it_is(name):
-    assert_switches_leave_the_text(name, GREEDY)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_every_switch_leaves_the_text_as_it_is(name):
-    """Of rows that are drawn in different ways, and of greedy ones beside them."""
-    assert_switches_leave_the_text(name, LAWS)
-
-
-def assert_switches_leave_the_text(name: str, law: Sampling | list[Sampling]) -> None:
-    """Uneven rows side by side, from every way to every other one; longer chains of one kind."""
-    other = TREE if name == LOOKUP else LONG
-    choices = [each for each in SWITCHES if name in QUICK or each[0] != other]
-    found = scripted(name, *choices).generate(SOME, NEW, NO_STOP, law)
-    expected = plain().generate(SOME, NEW, NO_STOP, law)
-    assert [row.token_ids for row in found] == [row.token_ids for row in expected]
-    for row in found:
-        assert 1 + sum(row.accept_lengths) == NEW and len(row.drafted) == row.rounds
-    observed = {shape for shape, *_ in session(name).controller.observed}
-    assert observed == {way for way, _ in choices}
-
-
-@pytest.mark.slow
-@kinds
 def test_what_plain_rounds_left_is_made_up_for(name):
     """Then the drafter's caches, and so its drafts, are those that it has after a longer prompt."""
     found = scripted(name, (NO_DRAFT, BEHIND)).begin(SOME, NEW, NO_STOP, GREEDY)
@@ -134,30 +70,11 @@ def test_what_plain_rounds_left_is_made_up_for(name):
     for each in (found, read):
         each.take(CHAIN, 1)
     assert [new[3 * BEHIND :] for new in found.tokens()] == read.tokens()
-    was_late = False
-    caches = [jax.tree.leaves(each.state.round.draft_cache) for each in (found, read)]
-    for ours, theirs, before in zip(*caches, jax.tree.leaves(late), strict=True):
-        for row, text in enumerate(texts):
-            rows = range(1, len(text) - 1)
-            axis = 0 if ours.ndim == 2 else 1  # of rows, in one prompt's part: a text, or (K, S, E)
-            some = [np.take(np.asarray(x)[row], rows, axis) for x in (ours, theirs, before)]
-            largest = abs(some[1]).max(initial=0)
-            np.testing.assert_allclose(*some[:2], rtol=0, atol=1e-5 * largest)
-            was_late |= not np.allclose(some[1], some[2], rtol=0, atol=1e-2 * largest)
-    assert was_late
-
-
-@pytest.mark.slow
-def test_drafts_after_plain_rounds_are_as_good():
-    """A drafter that has caught up accepts as much as one that was never late."""
-    (always,) = scripted("moa-0", (CHAIN, 4)).generate(SOME[1:2], NEW, NO_STOP)
-    ends = np.cumsum(always.accept_lengths).tolist()
-    count = max(end for end in ends if end <= BEHIND)
-    (late,) = scripted("moa-0", (NO_DRAFT, count), *[(CHAIN, NEW)] * 9).generate(
-        SOME[1:2], NEW, NO_STOP
-    )
-    assert late.drafted[: count + 1] == [0] * count + [2]
-    assert late.accept_lengths[count:] == always.accept_lengths[ends.index(count) + 1 :]
+    whole, lengths = read.state.round.draft_cache, [len(text) - 1 for text in texts]
+    assert_same_rows(found.state.round.draft_cache, whole, lengths, first=1)
+    if jax.tree.leaves(whole):
+        with pytest.raises(AssertionError):
+            assert_same_rows(late, whole, lengths, first=1)
 
 
 @pytest.mark.parametrize("rounds", [1, CATCH_UP + 1])
@@ -181,16 +98,6 @@ def test_truncated_rounds_are_not_observed():
     assert sorted(observed) == sorted(counted)
 
 
-@pytest.mark.slow
-def test_without_costs_nothing_else_is_compiled():
-    """The session's own way alone, and no work in the background."""
-    found = Session(target(), drafter("moa-0"), CHAIN, ways=(LONG, TREE))
-    (row,) = found.generate(SOME[1:2], NEW, NO_STOP)
-    found.background.wait()
-    assert found.num_compiled == 2 and set(row.drafted) == {2}
-    assert row.token_ids == plain().generate(SOME[1:2], NEW, NO_STOP)[0].token_ids
-
-
 def test_a_drafter_without_weights_drafts_what_repeats_and_no_more():
     """Without costs, too: a miss is followed by plain rounds, and several texts have no other."""
     found, rows = Session(target(), drafter("lookup"), CHAIN, ways=(LONG,)), []
@@ -209,93 +116,3 @@ def test_a_drafter_without_weights_drafts_what_repeats_and_no_more():
     assert {drafted for row in both for drafted in row.drafted} == {0}
     found.background.wait()
     assert not found._programs[LONG]  # nothing is compiled beside an answer
-
-
-@pytest.mark.slow
-def test_ways_with_costs_are_compiled_in_the_background():
-    """And are chosen as soon as they are there."""
-    costs = CostTable()
-    for shape, ms in ((NO_DRAFT, 1.0), (CHAIN, 50.0), (LONG, 60.0)):
-        costs.put(1, shape, 64, ms)
-    found = Session(target(), drafter("moa-0"), CHAIN, ways=(LONG, TREE), costs=costs)
-    (first,) = found.generate(SOME[1:2], NEW, NO_STOP)
-    found.background.wait()
-    compiled = found.num_compiled  # prefill, plain and catch_up, two chains; the tree has no cost
-    (then,) = found.generate(SOME[1:2], NEW, NO_STOP)
-    assert compiled == found.num_compiled == 5
-    assert first.token_ids == then.token_ids
-    assert set(first.drafted) != {0} and then.drafted.count(0) > 40
-
-
-def test_the_drafters_lag_is_passed_to_the_controller():
-    """Turns of 32 tokens that the drafter has to read, at the shortest time of a turn so far."""
-    found = scripted("moa-1", (NO_DRAFT, CATCH_UP + 1), (CHAIN, 1))
-    found.sync_ms, lags = {1: 2.0}, []
-    found.controller.next = lambda costs, lag_ms: (
-        lags.append(lag_ms) or next(found.controller.choices)
-    )
-    begun = found.begin(SOME[:1], NEW, NO_STOP, GREEDY)
-    for _ in range(3):
-        begun.call()
-    assert lags == [0.0, 4.0, 0.0] and 0 < found.sync_ms[1] <= 2.0
-
-
-def test_calls_that_run_alone_correct_the_costs():
-    found = scripted("moa-1", (CHAIN, ROUNDS), (CHAIN, 1))
-    found.costs = CostTable()
-    found.costs.put(1, CHAIN, 64, 1e-6)
-    begun = found.begin(SOME[:1], NEW, NO_STOP, GREEDY)
-    begun.call()
-    (corrected,) = found.costs.for_batch(1, 64).values()
-    begun.call()  # shorter than ROUNDS
-    assert found.costs.ms(1, CHAIN, 64) == corrected > 1e-6
-
-
-def test_room_is_for_the_largest_way_and_for_catching_up():
-    found = Session(target(), drafter("moa-0"), CHAIN, ways=(DraftShape(7, 8, 62),))
-    assert found.room.draft_rows == 1 + 62
-    assert Session(target(), drafter("moa-0"), CHAIN, ways=(LONG,)).room.draft_rows == CATCH_UP
-    assert Session(target(), drafter("moa-0"), CHAIN).room.draft_rows == CHAIN.num_rows
-
-
-def test_a_way_is_ready_when_all_that_it_needs_is_compiled():
-    """Rounds of plain decoding need the program that catches up, too."""
-    costs = CostTable()
-    for shape in (NO_DRAFT, CHAIN):
-        costs.put(1, shape, 64, 1.0)
-    found = Session(target(), drafter("moa-0"), CHAIN, ways=(LONG,), costs=costs)
-    found.background.submit = lambda *job: None
-    begun, ready = found.begin(SOME[1:2], NEW, NO_STOP, GREEDY), set()
-    found.loop(*begun.arrays, NO_DRAFT)
-    found.next(begun.arrays, ready, found.round_costs(1, 9))
-    assert ready == {CHAIN}
-    found.catching_up(begun.state)
-    found.next(begun.arrays, ready, found.round_costs(1, 9))
-    assert ready == {CHAIN, NO_DRAFT}
-
-
-def test_what_is_timed_runs_alone():
-    """A thread that measures and one that answers take turns."""
-    found = session("moa-0")
-    begun = found.begin(SOME[1:2], NEW, NO_STOP, GREEDY)
-    begun.take(CHAIN, 1)
-    with found.alone:
-        thread = threading.Thread(target=begun.take, args=(CHAIN, 1))
-        thread.start()
-        thread.join(0.5)
-        assert thread.is_alive()
-    thread.join()
-    assert begun.results()[0].rounds == 2
-
-
-def test_a_session_that_drafts_nothing_chooses_nothing():
-    found = Session(target(), drafter("moa-0"), NO_DRAFT, ways=(LONG,))
-    assert found.controller is None and not found.catches_up
-
-
-@pytest.mark.slow
-def test_levels_of_each_round_are_those_of_its_way():
-    found = scripted("moa-0", (TREE, 2), (NO_DRAFT, 1), (LONG, 1))
-    (row,) = found.generate(SOME[1:2], 30, NO_STOP)
-    assert row.drafted[:4] == [4, 4, 0, 4] and list(row.drafted_levels[:4]) == [2, 2, 0, 4]
-    assert len(row.drafted_levels) == row.rounds

@@ -1,0 +1,295 @@
+"""Drafted text equals plain text: one table over drivers, drafters, draft shapes and sampling.
+
+A case is DRIVER:DRAFTER:SHAPE. Its requests are greedy, sampled with a seed, penalized and biased
+side by side; with :greedy at its end none is sampled. A DRAFTER may have quantized weights, as in
+moa-1+int8, or a draft vocabulary, as in moa-1+words. The SHAPE lagging is chains, trees and plain
+rounds in turns, so that the drafter's caches lag behind the text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from infer.split_client.answering import SplitClient
+from infer.split_client.state import ClientOptions
+from moa_jax import Result, Session
+from moa_jax.config import DraftShape, Sampling
+from moa_jax.decode.draft_vocabulary import DraftVocabulary
+from moa_jax.engine import Engine, Request
+from moa_jax.engine.program_cache import SAMPLED
+from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.speculation.controller import NO_DRAFT, ShapeChoice
+from moa_jax.speculation.cost_table import CostTable
+from moa_jax.split.client_drafter import ClientDrafter
+from moa_jax.split.server_target import TargetSlots
+from tests.decode.tiny import TINY, TinyPairs, follow
+from tests.engine.engines import answers
+from tests.serve.toy_server import COMPLETIONS
+from tests.serve.toy_server import running as running_http
+from tests.split.split_client import answered, left_alone, server_at
+from tests.split.split_client import serving as serving_split
+from tests.split.split_server import PAIRING
+
+NEW = 24
+STATIC = DraftShape.static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]])
+CHAIN, WIDE = DraftShape(4), DraftShape(2, 16, 40)  # of 64 tokens, so that some are accepted
+SHAPES = {"chain": CHAIN, "tree": DraftShape(4, 3, 8), "static": STATIC, "wide": WIDE}
+LONG = DraftShape(6)
+REQUESTS = [
+    Request((5, 17, 60, 33, 9, 5, 17), NEW, ()),
+    Request((50, 3, 44), 17, (), Sampling(0.7, top_k=20, top_p=0.9, seed=3)),
+    Request((7,), NEW, (), Sampling(1.0, min_p=0.02, repetition_penalty=1.3, seed=9)),
+    Request(
+        (2, 4, 8, 16, 32),
+        NEW,
+        (20,),
+        Sampling(repetition_penalty=1.2, logit_bias=((5, 2.0), (7, -100.0))),
+    ),
+    Request((11,) * 9, NEW, (), Sampling(0.7, presence_penalty=0.5, frequency_penalty=0.8, seed=2)),
+    Request(tuple(3 * i * i % 61 for i in range(30)), 20, ()),
+]
+FAST = """
+    alone:moa-1:chain
+    batch:moa-0:tree batch:moa-2:chain batch:eagle:wide batch:eagle3:chain batch:glide:tree
+    batch:independent:chain batch:borrowed:tree batch:lookup:chain batch:moa-1:lagging
+    engine:moa-1:tree http:lookup:chain split:moa-1:chain
+""".split()
+SLOW = """
+    alone:lookup:chain alone:moa-2:lagging alone:moa-2:tree:greedy
+    batch:moa-0:static batch:moa-1:wide batch:moa-2:tree:greedy batch:eagle:tree
+    batch:eagle-authors:wide batch:eagle3-ids:wide batch:glide:chain batch:independent:tree
+    batch:borrowed:chain batch:eagle3:lagging batch:independent:lagging batch:lookup:lagging
+    batch:moa-1+int8:tree batch:moa-1+fp8:chain batch:borrowed+int8:tree batch:moa-1+words:tree
+    batch:moa-1+int8+words:chain
+    engine:eagle3:tree engine:moa-2:lagging engine:lookup:lagging engine:moa-1:chain:greedy
+    engine:moa-1+int8:tree engine:moa-1+words:tree http:moa-1:tree http:eagle3:lagging
+    split:moa-0:tree split:eagle:tree split:eagle3:chain split:glide:chain split:independent:chain
+    split:borrowed:tree split:moa-1+int8:chain split:moa-1:chain:greedy
+""".split()
+
+
+class Case(NamedTuple):
+    """A driver's pair, its draft shape, and requests."""
+
+    target: Target
+    drafter: LoadedDrafter
+    vocabulary: DraftVocabulary | None
+    shape: str
+    requests: list[Request]
+
+    @property
+    def lags(self) -> bool:
+        return self.shape == "lagging"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of a session or an engine that may choose its shapes, and else has one."""
+        lagging = {"ways": (turns_of(self)[2][0],), "costs": CostTable()} if self.lags else {}
+        return {"vocabulary": self.vocabulary} | lagging
+
+
+class Texts(NamedTuple):
+    """New tokens by request, and how many drafted tokens were accepted."""
+
+    token_ids: list[list[int]]
+    num_accepted: int
+
+
+def case_of(name: str, pairs: TinyPairs = TINY, mesh: Mesh | None = None) -> Case:
+    driver, words, shape, *greedy = name.split(":")
+    kind, *options = words.split("+")
+    weights = next((each for each in options if each != "words"), None)
+    vocabulary = None
+    if "words" in options:
+        size = pairs.config.vocab_size
+        vocabulary = DraftVocabulary(np.arange(0, size, 2), size)
+    requests = REQUESTS
+    if greedy:
+        requests = [dataclasses.replace(each, sampling=Sampling()) for each in REQUESTS]
+    if driver == "split":  # the protocol has no logit bias
+        requests = [each for each in requests if not each.sampling.logit_bias]
+    pair = pairs.target(weights, mesh), pairs.drafter(kind, weights, mesh)
+    return Case(*pair, vocabulary, shape, requests)
+
+
+def turns_of(case: Case) -> list[tuple[DraftShape, int]]:
+    """Shapes, and the rounds of a call."""
+    other = LONG if case.drafter.method == "lookup" else WIDE  # lookup drafts no trees
+    return [(CHAIN, 4), (NO_DRAFT, 3), (other, 2), (NO_DRAFT, 5)]
+
+
+def arguments_of(request: Request) -> tuple[list[int], int, list[int], Sampling]:
+    """Prompt, length, stop ids and sampling as methods take them one after the other."""
+    stops = list(request.stop_ids)
+    return list(request.prompt_ids), request.max_new_tokens, stops, request.sampling
+
+
+def rows_of(session: Session, requests: list[Request]) -> list[Result]:
+    """The results of a batch."""
+    return session.generate(*map(list, zip(*map(arguments_of, requests), strict=True)))
+
+
+# ---- drivers ------------------------------------------------------------------------------
+
+
+def session_of(case: Case) -> Session:
+    shape = SHAPES.get(case.shape, CHAIN)
+    found = Session(case.target, case.drafter, shape, **case.settings)
+    return follow(found, *turns_of(case)) if case.lags else found
+
+
+def alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
+    """A session streams each request by itself."""
+    session, rows = session_of(case), []
+    for request in case.requests:
+        *parts, result = session.stream(*arguments_of(request))
+        assert sum(parts, []) == result.token_ids
+        rows.append(result)
+    return Texts([row.token_ids for row in rows], accepted(rows))
+
+
+def batch(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
+    """The requests are rows of a session's batch."""
+    rows = rows_of(session_of(case), case.requests)
+    assert not case.lags or {0, 3} <= {count for row in rows for count in row.drafted_levels}
+    return Texts([row.token_ids for row in rows], accepted(rows))
+
+
+def accepted(rows: list[Result]) -> int:
+    return sum(count - 1 for row in rows for count in row.accept_lengths)
+
+
+@contextlib.contextmanager
+def engine_for(case: Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """An engine with fewer slots than requests, that is not started."""
+    shape = SHAPES.get(case.shape, CHAIN)
+    settings = {"num_slots": 2, "max_tokens": 64, "chunk": 16} | case.settings
+    engine = Engine(case.target, case.drafter, shape, **settings)
+    if case.lags:
+        take_turns(engine, turns_of(case), monkeypatch)
+    engine.prepare()
+    engine._while_idle = lambda: None  # most of a test is compiling
+    engine.programs.later = lambda: iter(())
+    engine.session.background.submit = lambda *job, **rest: None
+    yield engine
+    if case.lags:
+        assert set(engine.stats().rounds_by_shape) >= {shape for shape, _ in turns_of(case)}
+
+
+def take_turns(
+    engine: Engine, turns: list[tuple[DraftShape, int]], patch: pytest.MonkeyPatch
+) -> None:
+    """The engine takes these shapes and rounds in turns; each call is of all slots."""
+    order, largest = itertools.cycle(turns), engine.programs.buckets[-1:]
+    costs = dict.fromkeys(shape for shape, _ in turns)
+    for shape in costs:
+        for length in engine._pacing.lengths():
+            engine._pacing.costs.put(*largest, shape, length, 1.0)
+        engine.programs.compile(("decode", *largest, shape, SAMPLED))
+    choose = lambda costs, lag_ms: ShapeChoice(*next(order))
+    patch.setattr(engine.session.controller, "next", choose)
+    patch.setattr(engine.programs, "shapes", lambda batch: list(costs))
+    patch.setattr(engine.programs, "buckets", largest)
+
+
+def engine(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
+    """An engine gets all requests at once."""
+    with engine_for(case, monkeypatch) as found, contextlib.closing(found):
+        found.start()
+        listeners = answers(found, case.requests)
+        return Texts([each.token_ids for each in listeners], found.stats().accepted_tokens)
+
+
+def http(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
+    """Clients of the OpenAI server ask at once; half of the answers are streamed."""
+
+    def post(server: Any, index: int) -> list[int]:
+        request = case.requests[index]
+        settings = dataclasses.asdict(request.sampling)
+        body = {
+            "prompt": list(request.prompt_ids),
+            "max_tokens": request.max_new_tokens,
+            "ignore_eos": True,
+            "stop_token_ids": list(request.stop_ids),
+            "return_token_ids": True,
+            **settings,
+            "logit_bias": {str(token): bias for token, bias in request.sampling.logit_bias},
+        }
+        if index % 2:
+            return server.post(COMPLETIONS, body).json()["choices"][0]["token_ids"]
+        *events, end = server.stream(COMPLETIONS, body)
+        assert end == "[DONE]"
+        return [token for event in events for token in event["choices"][0]["token_ids"]]
+
+    everyone = range(len(case.requests))
+    with engine_for(case, monkeypatch) as found, running_http(found) as server:
+        with ThreadPoolExecutor(len(everyone)) as pool:
+            texts = list(pool.map(functools.partial(post, server), everyone))
+        return Texts(texts, found.stats().accepted_tokens)
+
+
+def split(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
+    """Clients that draft share a server's passes; the wire's numbers are float32."""
+    monkeypatch.setattr("moa_jax.split.server_target.NODES", (16,))
+    monkeypatch.setattr("moa_jax.split.server_target.SESSIONS", (4,))
+    sizes = {"num_slots": 3, "max_tokens": 64, "max_nodes": 16, "chunk": 16}
+    slots = TargetSlots(case.target, case.drafter, **sizes)
+    drafts = ClientDrafter(case.target, case.drafter, max_tokens=64)
+    shape = SHAPES[case.shape]
+    options = ClientOptions(shape) if shape.breadth > 1 else ClientOptions(lengths=(1, 3))
+
+    async def asked(port: int) -> list[Any]:
+        server = server_at(port, timeout=60.0)
+        with ThreadPoolExecutor(1) as worker:
+            clients = [SplitClient(drafts.twin(), server, options, worker) for _ in case.requests]
+            async with asyncio.TaskGroup() as group:
+                answers = [
+                    group.create_task(answered(client, *arguments_of(each), seconds=300))
+                    for client, each in zip(clients, case.requests, strict=True)
+                ]
+            for client in clients:
+                await client.session.close()
+            await left_alone()
+            return [answer.result() for answer in answers]
+
+    with serving_split(slots, PAIRING, case.target.config.vocab_size) as server:
+        found = asyncio.run(asked(server.port))
+    lengths = [count for each in found for count in each.counts.accept_lengths]
+    return Texts([each.tokens for each in found], sum(count - 1 for count in lengths))
+
+
+DRIVERS = {driver.__name__: driver for driver in (alone, batch, engine, http, split)}
+
+
+@functools.cache
+def plain_session(pairs: TinyPairs, weights: str | None) -> Session:
+    return Session(pairs.target(weights))
+
+
+def plain_texts(name: str, case: Case, pairs: TinyPairs = TINY) -> list[list[int]]:
+    """What a session without a drafter writes on one device."""
+    weights = next((word for word in ("int8", "fp8") if word in name), None)
+    return [row.token_ids for row in rows_of(plain_session(pairs, weights), case.requests)]
+
+
+@pytest.mark.parametrize(
+    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_drafted_text_equals_plain_text(name, monkeypatch):
+    case, driver = case_of(name), name.partition(":")[0]
+    if driver == "alone":  # each setting is a program of its own
+        case = case._replace(requests=[case.requests[0], case.requests[2]])
+    found = DRIVERS[driver](case, monkeypatch)
+    assert found.token_ids == plain_texts(name, case)
+    assert found.num_accepted > 0, "no draft was accepted, so nothing was shown"
