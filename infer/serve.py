@@ -51,12 +51,11 @@ from infer.openai.metrics import ServingMetrics
 from infer.openai.model import Model
 from moa_jax.decode.background import exit_now
 from moa_jax.engine import Engine
-from moa_jax.engine.multihost import Followers, LeaderDied, run_follower
-from moa_jax.engine.multihost import gather as group_of
-from moa_jax.engine.multihost import join as join_group
+from moa_jax.engine.multihost import run_follower
 from moa_jax.errors import InputError
 from moa_jax.pretrained import Target
 from moa_jax.runtime import multihost
+from moa_jax.runtime.followers import Followers, LeaderDied, gather, join
 from moa_jax.runtime.memory import GIB
 from moa_jax.speculation.cost_table import save_costs
 
@@ -79,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_same_flags(args)
         if not multihost.is_first():
             return _follow(args, processes)
-        followers = group_of(processes.fail) if multihost.count() > 1 else None
+        followers = gather(processes.fail) if multihost.count() > 1 else None
         # The port is bound before the models are loaded, which takes a while.
         listener = bind(args.host, args.port, args.ready_file)
         with listener, EventLog() as log, WarningHandler(log):
@@ -107,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _follow(args: argparse.Namespace, processes: multihost.ProcessGroup) -> NoReturn:
     """Runs the programs that process 0 runs until process 0 ends; ignores SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    leader = join_group()
+    leader = join()
     with cluster.first_speaks():
         engine, _ = _load(args)
     try:

@@ -44,6 +44,7 @@ from moa_jax.config import (
 from moa_jax.decode.draft_vocabulary import DraftVocabulary
 from moa_jax.decode.state import StaticConfig
 from moa_jax.engine import Engine, Request
+from moa_jax.engine.program_cache import ProgramName
 from moa_jax.files import device_loader
 from moa_jax.model import attention, convert, quantize, sharding
 from moa_jax.model.cache import KV, HiddenCache
@@ -226,7 +227,7 @@ def served(name: str, shape: str, mesh: Mesh | None) -> list[dict[str, Any]]:
         rest |= {"ways": (SHAPES["plain"], SHAPES["chain"]), "costs": costs_of([1, 2])}
     engine = Engine(*NamedPair(name, mesh).pair, SHAPES[shape], **rest)
     engine.start()
-    state = engine.programs.run(("empty",))
+    state, _ = engine.programs.run(ProgramName("empty"), None)
     assert_is_split(state.round, engine.programs.num_slots, mesh, engine.session.setup)
     heard: list[queue.SimpleQueue] = []
     for prompt, law in zip(PROMPTS, LAWS, strict=True):

@@ -130,7 +130,7 @@ def test_nothing_is_known_where_all_failed():
 class IdleEngine:
     """What metrics ask an engine for."""
 
-    now = EngineStats(0, 0, 4, 0.0, 0, 0, 0, 0, 0, 0, (0, 0), {}, 0, 0, 0, 0, {}, 0, 3)
+    now = EngineStats(running=0, waiting=0, slots=4, cache_usage=0.0, kept_bytes=0, programs=3)
 
     def stats(self) -> EngineStats:
         return self.now

@@ -26,7 +26,7 @@ from moa_jax.config import DraftShape
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.decode.sampling import Sampling
-from moa_jax.engine import EngineStats, QueueFull, Request, RequestHandle, RequestOutput
+from moa_jax.engine import EngineStats, QueueFull, Request, RequestOutput
 from tests.meeting import PATIENCE, wait_for
 
 VOCAB, EOS, FIRST = 2048, 4, 6  # of the bundled tokenizer; ids from FIRST on are no special tokens
@@ -83,18 +83,18 @@ class ToyEngine:
 
     def submit(
         self, request: Request, hear: Callable[[RequestOutput], None], others: int = 0
-    ) -> RequestHandle:
+    ) -> int:
         with self._lock:
             if len(self._tasks) + others >= self.slots + self.max_waiting:
                 raise QueueFull(f"{self.max_waiting} requests are waiting already; try again later")
-            ticket = RequestHandle(len(self.requests))
+            ticket = len(self.requests)
             self.requests.append(request)
-            self._tasks[ticket.id] = (request, hear, answer_of(request))
+            self._tasks[ticket] = (request, hear, answer_of(request))
         return ticket
 
-    def cancel(self, ticket: RequestHandle) -> None:
+    def cancel(self, ticket: int) -> None:
         with self._lock:
-            self.cancelled.append(ticket.id)
+            self.cancelled.append(ticket)
 
     def abandon(self, line: str) -> None:
         self.error = line
