@@ -55,7 +55,9 @@ from moa_jax.engine.multihost import run_follower
 from moa_jax.errors import InputError
 from moa_jax.pretrained import Target
 from moa_jax.runtime import multihost
-from moa_jax.runtime.followers import Followers, LeaderDied, gather, join
+from moa_jax.runtime.followers import Followers, LeaderDied
+from moa_jax.runtime.followers import gather as group_of
+from moa_jax.runtime.followers import join as join_group
 from moa_jax.runtime.memory import GIB
 from moa_jax.speculation.cost_table import save_costs
 
@@ -78,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_same_flags(args)
         if not multihost.is_first():
             return _follow(args, processes)
-        followers = gather(processes.fail) if multihost.count() > 1 else None
+        followers = group_of(processes.fail) if multihost.count() > 1 else None
         # The port is bound before the models are loaded, which takes a while.
         listener = bind(args.host, args.port, args.ready_file)
         with listener, EventLog() as log, WarningHandler(log):
@@ -106,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _follow(args: argparse.Namespace, processes: multihost.ProcessGroup) -> NoReturn:
     """Runs the programs that process 0 runs until process 0 ends; ignores SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    leader = join()
+    leader = join_group()
     with cluster.first_speaks():
         engine, _ = _load(args)
     try:
