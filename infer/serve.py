@@ -51,12 +51,13 @@ from infer.openai.metrics import ServingMetrics
 from infer.openai.model import Model
 from moa_jax.decode.background import exit_now
 from moa_jax.engine import Engine
-from moa_jax.engine.multihost import Followers, LeaderDied, run_follower
-from moa_jax.engine.multihost import gather as group_of
-from moa_jax.engine.multihost import join as join_group
+from moa_jax.engine.multihost import run_follower
 from moa_jax.errors import InputError
 from moa_jax.pretrained import Target
 from moa_jax.runtime import multihost
+from moa_jax.runtime.followers import Followers, LeaderDied
+from moa_jax.runtime.followers import gather as group_of
+from moa_jax.runtime.followers import join as join_group
 from moa_jax.runtime.memory import GIB
 from moa_jax.speculation.cost_table import save_costs
 

@@ -26,7 +26,7 @@ from infer.openai.requests import GenerationRequest
 from moa_jax.decode.detokenize import GrowingText
 from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.decode.session import row_of
-from moa_jax.engine import Engine, EngineClosed, QueueFull, Request, RequestHandle, RequestOutput
+from moa_jax.engine import Engine, EngineClosed, QueueFull, Request, RequestOutput
 from moa_jax.errors import InputError
 
 
@@ -60,7 +60,7 @@ class Choice:
         request = stream.request
         self.index, self.prompt = index, prompt
         self.finish, self.num_tokens = "", 0
-        self.handle: RequestHandle | None = None
+        self.handle: int | None = None
         self._stream, self._request = stream, request
         self._echoed = request.prompts[prompt]
         self._text = GrowingText(

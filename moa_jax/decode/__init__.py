@@ -7,5 +7,6 @@ sampling.py     sampling, noise, rejection   logprobs.py    log-probabilities of
 detokenize.py   detokenizer, stop strings    limits.py      limits of a cache and a target
 exactness.py    where two answers differ     finite.py      errors for NaN and infinity
 background.py   a worker thread, limit on programs
+row_settings.py   settings of a request as arrays
 draft_vocabulary.py   which tokens are drafted
 """

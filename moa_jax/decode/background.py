@@ -22,6 +22,8 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import NoReturn
 
+from moa_jax.runtime.memory import log_failure
+
 Work = Callable[[], object]
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 LEAST_BETWEEN_RETURNS_S = 30.0
@@ -34,14 +36,15 @@ class BackgroundWorker:
     """Runs jobs one after the other in a thread, each job once.
 
     At exit the process waits for the running job, since a compiler cannot be interrupted, and drops
-    the waiting jobs; `exit_now` does not wait. A failed job is logged with its traceback, and runs
-    again when it is submitted again, at most MAX_TRIES times.
+    the waiting jobs; `exit_now` does not wait. A failed job is logged, and runs again when it is
+    submitted again, at most MAX_TRIES times. No jobs are accepted while memory mappings are short.
     """
 
     def __init__(self) -> None:
         self._jobs: deque[tuple[Hashable, Work]] = deque()
         self._known: set[Hashable] = set()  # waiting, running, done, dropped or failed for good
         self._failures: Counter[Hashable] = Counter()
+        self._is_full = False  # whether a job was refused because memory mappings are short
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._returned_at = 0.0  # time at which freed memory was last returned to the system
@@ -53,9 +56,17 @@ class BackgroundWorker:
         return self._thread is not None
 
     def submit(self, name: Hashable, job: Work) -> bool:
-        """Queues a job; False if its name was submitted before, unless a retry is due."""
+        """Queues a job; False if its name was submitted before, unless a retry is due.
+
+        Also returns False if `can_compile_more` does.
+        """
         with self._lock:
-            if name in self._known:
+            if name in self._known or self._is_full:
+                return False
+            if not can_compile_more():
+                self._is_full = True
+                line = "no more programs are compiled: memory mappings are short"
+                logging.getLogger(__name__).warning(line)
                 return False
             self._known.add(name)
             self._jobs.append((name, job))
@@ -90,14 +101,14 @@ class BackgroundWorker:
                 name, job = self._jobs.popleft()
             try:
                 job()
-            except Exception:
+            except Exception as error:
                 with self._lock:
                     self._failures[name] += 1
                     tries = self._failures[name]
                     if tries < MAX_TRIES:
                         self._known.discard(name)
-                line = "background job failed (try %d of %d)"
-                logging.getLogger(__name__).warning(line, tries, MAX_TRIES, exc_info=True)
+                line = f"background job failed (try {tries} of {MAX_TRIES})"
+                log_failure(logging.getLogger(__name__), line, error)
             if time.monotonic() - self._returned_at > LEAST_BETWEEN_RETURNS_S:
                 self._returned_at = time.monotonic()
                 _trim_malloc()

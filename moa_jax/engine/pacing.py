@@ -3,151 +3,130 @@
 costs of compiled programs     plain in 4 rows 5.1 ms, chain of 3 in 8 rows 9.0 ms
 DraftController.next           chain of 3, 8 rounds
 missing                        chain of 3 in 4 rows: faster, and not compiled yet
+
+A new program has dummy runs on free slots, one between two steps. The first one loads the program,
+and the median of the others is its cost:
+
+step | chain of 3, one token | step | chain of 3, full cache | step | chain of 3, one token | ...
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
-from moa_jax.config import DraftShape
-from moa_jax.engine.batch import DecodeCall, RowOutput
-from moa_jax.engine.device_ops import MOST_ROUNDS
+from moa_jax.decode.programs import bucket_for
+from moa_jax.engine.batch import Choice, DecodeCall, RowOutput
 from moa_jax.engine.program_cache import GREEDY, LOGPROBS, ProgramCache, ProgramName
 from moa_jax.engine.requests import RequestState
-from moa_jax.speculation.controller import DraftController
+from moa_jax.speculation.calibrate import TURNS
+from moa_jax.speculation.controller import ROUNDS
 from moa_jax.speculation.cost_table import CostTable
 
 # Rounds of a call while a prompt is in prefill: about half the time of a chunk. A chunk is bound by
-# compute, and takes at least as long as a few rounds on every device.
+# compute: 512 tokens of an 8B model take an H100 some 20 ms, and a round takes 5 ms.
 ROUNDS_BESIDE_PREFILL = 2
-SLOW_STAND_IN = 1.3  # a stand-in is logged from this multiple of the missing program's time
-
-
-class Choice(NamedTuple):
-    """The program and the rounds of a decode call."""
-
-    name: ProgramName
-    rounds: int
-    costs: Mapping[DraftShape, float]  # milliseconds by which the shape was chosen, if known
-    missing: list[ProgramName]  # programs that this batch would use if they were compiled
-
-    @property
-    def shape(self) -> DraftShape:
-        """The draft shape."""
-        return self.name[2]
-
-    def until(self, tokens: int) -> Choice:
-        """The call with at most `tokens` rounds, since a round commits at least one token."""
-        return self._replace(rounds=max(1, min(self.rounds, tokens)))
 
 
 class Pacing:
-    """The draft controller of an engine, the cost table, and the compiled programs."""
+    """The draft controller of an engine, the cost table, and the dummy runs of new programs."""
 
-    def __init__(
-        self, controller: DraftController | None, costs: CostTable | None, programs: ProgramCache
-    ) -> None:
-        self._controller, self.costs, self._programs = controller, costs, programs
+    def __init__(self, programs: ProgramCache, on_calibrated: Callable[[CostTable], None]) -> None:
+        self._programs, session = programs, programs.session
+        self._controller, self.costs = session.controller, session.costs
+        self._on_calibrated = on_calibrated
         self.catch_up_ms = 0.0  # per token
-        self._slow: set[ProgramName] = set()  # programs whose slow stand-in is logged already
+        self.dummy_runs: deque[tuple[ProgramName, int]] = deque()  # programs and cache lengths
+        self._seconds: dict[tuple[ProgramName, int], list[float]] = {}  # of dummy runs so far
+        self._stood_in: set[int] = set()  # batches whose stand-in is logged
 
-    def choose(self, states: Sequence[RequestState], kind: int, hurries: bool) -> Choice:
-        """The next call for these requests; with `hurries` a short one, beside prefill."""
-        programs, count = self._programs, len(states)
-        batch, length = programs.bucket(count), longest(states)
-        shape, rounds, costs = programs.own_shape(batch), MOST_ROUNDS, {}
-        wanted = [shape]
-        if kind == LOGPROBS:  # few ask for these: plain rounds, of one row or of all slots
-            shape, wanted = programs.plainest, [programs.plainest] if count == 1 else []
-        elif self._controller is not None:
-            names = {
-                each: programs.decode_name(count, each, kind) for each in programs.shapes(batch)
-            }
-            known = {each: self._ms(name[1], each, length) for each, name in names.items() if name}
-            costs = {each: ms for each, ms in known.items() if ms}
-            if programs.plainest in costs:
-                shape, rounds = self._controller.next(costs, self._lag_ms(states))
-                wanted = [shape, self._fastest(batch, length), programs.plainest]
-            else:  # drafts are judged by it
+    def choose(self, states: Sequence[RequestState], most_rounds: int = ROUNDS) -> Choice:
+        """The next call for these requests."""
+        programs, count, length = self._programs, len(states), _longest(states)
+        kind, batch = max(state.kind for state in states), bucket_for(programs.buckets, count)
+        shape, rounds, costs = programs.plainest, most_rounds, {}
+        if self._controller is not None and kind != LOGPROBS:
+            for each in programs.shapes(batch):
+                name = programs.decode_name(count, each, kind)
+                if name and (ms := self.costs.ms(name.size, each, length)):
+                    costs[each] = ms
+            if shape in costs:
+                lag_ms = self.catch_up_ms * sum(state.num_plain for state in states)
+                shape, rounds = self._controller.next(costs, lag_ms)
+            else:  # drafts are judged by plain decoding
                 costs = {}
         name = programs.decode_name(count, shape, kind)
-        own = [("decode", batch, each, kind) for each in dict.fromkeys(wanted)]
-        if name[1] > batch:
-            self._log_stand_in(("decode", batch, shape, kind), name, length)
-        rounds = min(rounds, ROUNDS_BESIDE_PREFILL if hurries else MOST_ROUNDS)
-        return Choice(name, rounds, costs, [each for each in own if not programs.has(each)])
+        if name.size > batch and batch not in self._stood_in:
+            self._stood_in.add(batch)
+            line = "a batch of %d decodes in the program of %d until its own is compiled"
+            logging.getLogger(__name__).warning(line, batch, name.size)
+        timed = [each for each in programs.shapes(batch) if self.costs.ms(batch, each, length)]
+        wanted = dict.fromkeys((shape, programs.plainest, *timed))
+        own = [ProgramName("decode", batch, each, kind) for each in wanted]
+        missing = [each for each in own if each not in programs.ready]
+        if kind == LOGPROBS:  # few ask for these: only for one row and for all slots, when idle
+            missing = []
+        return Choice(name, min(rounds, most_rounds), costs, missing)
 
-    def record(
-        self, call: DecodeCall, outputs: Sequence[RowOutput], num_rounds: int, seconds: float
-    ) -> None:
+    def record(self, call: DecodeCall, outputs: Sequence[RowOutput], seconds: float) -> None:
         """Records the accepted drafts of a call, and the time of a round if the call was clean."""
-        if not call.costs or not num_rounds:
+        num_rounds = max(len(output.rounds) for output in outputs)
+        if not call.choice.costs or not num_rounds:
             return
         accepted = []
         for output in outputs:  # a stop or the limit may truncate the last round of a row
             whole = output.rounds[: len(output.rounds) - output.is_done]
             accepted += [committed - 1 for committed, _ in whole]
+        _, batch, shape, _ = call.choice.name
+        round_ms = 1e3 * seconds / num_rounds if call.is_clean else None
         self._controller.observe(
-            call.costs, call.shape, accepted, num_rounds, batch=len(call.states)
+            call.choice.costs, shape, accepted, num_rounds, len(outputs), round_ms
         )
-        if call.is_clean:
-            ms = 1e3 * seconds / num_rounds
-            self.costs.update(call.batch, call.shape, call.length, ms)
+        if round_ms:
+            self.costs.update(batch, shape, _longest(call.states), round_ms)
 
-    # ---- costs ----
+    def add_dummy_runs(self, names: Iterable[ProgramName]) -> None:
+        """Schedules dummy runs of new programs; those of all programs and lengths alternate."""
+        timed: list[tuple[ProgramName, int]] = []
+        for name in names:
+            lengths = self._untimed(name)
+            timed += [(name, length) for length in lengths]
+            if not lengths and name.kind not in ("empty", "copy"):
+                self.dummy_runs.append((name, 1))
+        self.dummy_runs += (1 + TURNS) * timed
 
-    def cells(self) -> Iterator[tuple[ProgramName, int]]:
-        """Yields compiled programs and cache lengths without a cost."""
-        if self._controller is None:
+    def record_dummy_run(self, name: ProgramName, length: int, seconds: float) -> None:
+        """Records the time of a round or token, and the cost after the last dummy run."""
+        times = self._seconds.setdefault((name, length), [])
+        times.append(seconds)
+        if len(times) <= TURNS:
             return
-        for batch in self._programs.buckets:
-            for shape in self._programs.shapes(batch):
-                name = self._program_of(batch, shape)
-                for length in self.lengths():
-                    if name and not self.costs.has(batch, shape, length):
-                        yield name, length
+        ms = 1e3 * statistics.median(times[1:])
+        if name.kind == "catch_up":
+            self.catch_up_ms = ms
+        else:
+            self.costs.put(name.size, name.shape, length, ms)
+            self._on_calibrated(self.costs)
 
     def lengths(self) -> tuple[int, int]:
-        """Cache lengths at which costs are measured."""
-        rows = self._programs.num_rows
-        return rows // 8, rows * 3 // 4
+        """Cache lengths at which rounds are timed: the ends, since a cost grows linearly."""
+        session = self._programs.session
+        timed = ROUNDS * max(shape.levels for shape in session.ways)
+        return 1, max(1, self._programs.num_rows - session.room.draft_rows - timed)
 
-    def _program_of(self, batch: int, shape: DraftShape) -> ProgramName | None:
-        names = (("decode", batch, shape, kind) for kind in range(GREEDY, LOGPROBS))
-        return next(filter(self._programs.has, names), None)
-
-    def _lag_ms(self, states: Sequence[RequestState]) -> float:
-        """Of tokens of plain rounds: those of prompts are no loss that drafting could avoid."""
-        return self.catch_up_ms * sum(state.num_plain for state in states)
-
-    def _ms(self, batch: int, shape: DraftShape, length: int) -> float | None:
-        """The cost of a bucket; until it is measured that of a larger one, which is no less."""
-        larger = (each for each in self._programs.buckets if each >= batch)
-        known = (self.costs.ms(each, shape, length) for each in larger)
-        return next(filter(None, known), None)
-
-    def _fastest(self, batch: int, length: int) -> DraftShape:
-        """The shape with the most expected tokens per millisecond, compiled or not."""
-        tokens = self._controller.acceptance.tokens
-        known = {}
-        for shape in self._programs.shapes(batch):
-            if ms := self.costs.ms(batch, shape, length):
-                known[shape] = tokens(shape) / ms
-        return max(known, key=known.__getitem__, default=self._programs.own_shape(batch))
-
-    def _log_stand_in(self, wanted: ProgramName, stand_in: ProgramName, length: int) -> None:
-        """Logs a larger bucket, unless it is known to be fast, once per missing program."""
-        own, other = (self.costs.ms(name[1], name[2], length) for name in (wanted, stand_in))
-        if wanted in self._slow or (own and other and other <= SLOW_STAND_IN * own):
-            return
-        self._slow.add(wanted)
-        by = f"about {other / own:.1f} times" if own and other else "perhaps"
-        line = "a batch of %d decodes in the program of %d until its own is compiled, %s slower"
-        logging.getLogger(__name__).warning(line, wanted[1], stand_in[1], by)
+    def _untimed(self, name: ProgramName) -> list[int]:
+        """Cache lengths at which a program is to be timed; one kind of rows speaks for all."""
+        if self._controller is None or name.kind not in ("catch_up", "decode"):
+            return []
+        if name.kind == "catch_up":
+            return [name.size]
+        greedy = name._replace(rows=GREEDY)
+        if name.rows == LOGPROBS or (name != greedy and greedy in self._programs.ready):
+            return []
+        return [at for at in self.lengths() if not self.costs.has(name.size, name.shape, at)]
 
 
-def longest(states: Sequence[RequestState]) -> int:
-    """Tokens of the longest sequence, without those of calls in flight."""
-    return max(state.prompt_length + len(state.answer) for state in states)
+def _longest(states: Sequence[RequestState]) -> int:
+    return max(state.length for state in states)

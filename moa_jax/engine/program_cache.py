@@ -1,8 +1,8 @@
 """The compiled programs of an engine, by name.
 
-    ("empty",)   ("copy",)   ("catch_up",)
-    ("prefill", tokens)   ("score", tokens)      one prompt; "score" returns its log-probabilities
-    ("decode", batch, shape, rows)               rows: GREEDY, SAMPLED or LOGPROBS
+    empty   copy   catch_up
+    prefill (tokens)   score (tokens)      one prompt; score returns its log-probabilities
+    decode (batch, shape, rows)            rows: GREEDY, SAMPLED or LOGPROBS
 
 A batch is padded to a bucket: 1, 2, 4, ..., all slots, like SGLang's captured graphs. All programs
 update the same state of slots x tokens and read the cache length from it, so names have no length.
@@ -12,79 +12,67 @@ kind of rows. The engine's thread runs compiled programs and never compiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode import logprobs, step
-from moa_jax.decode.programs import Programs, bucket_for, power_of_two_buckets
+from moa_jax.decode.programs import Programs, power_of_two_buckets
+from moa_jax.decode.row_settings import joined, row_settings
 from moa_jax.decode.session import Session
 from moa_jax.engine import device_ops
-from moa_jax.engine.device_ops import ChunkInput, RowSettings, SlotState
-from moa_jax.model import sharding
+from moa_jax.engine.device_ops import DecodeInput, PrefillInput, SlotState
+from moa_jax.engine.prefix_cache import LEAST_CHUNK
 from moa_jax.model.cache import KV
 from moa_jax.runtime import memory
-
-ProgramName = tuple[Any, ...]
+from moa_jax.speculation.controller import ROUNDS
 
 # Kinds of rows: argmax, any sampling, log-probabilities. Each kind includes those before.
 GREEDY, SAMPLED, LOGPROBS = range(3)
-LEAST_CHUNK = 16  # tokens; a program of fewer tokens takes as long
-MOST_SHAPES = 2  # draft shapes besides plain decoding for several rows, which pay for each reject
+# Draft shapes besides plain decoding for several rows, which all pay for the rejects of one: the
+# most that keep the programs of default flags below 40.
+MOST_SHAPES = 2
 
 
-class ProgramSpec(NamedTuple):
-    """Arguments of a compilation; with `donate` a program reuses the memory of its first array."""
+class ProgramName(NamedTuple):
+    """The function of a program, and its sizes."""
 
-    function: Callable[..., Any]
-    like: tuple[Any, ...] = ()  # arrays like the arguments, or their shapes
-    shape: DraftShape | None = None  # None: the session's own
-    logprobs: bool = False  # whether rounds return log-probabilities
-    donate: bool = True
-    static: dict[str, Any] = {}
+    # A function of `device_ops`.
+    kind: Literal["empty", "copy", "catch_up", "prefill", "score", "decode"]
+    size: int = 1  # rows of a batch, or tokens of a chunk
+    shape: DraftShape | None = None  # of a decode program
+    rows: int = GREEDY  # of a decode program
 
 
 class ProgramCache:
     """Compiled programs; one thread may run programs while another thread compiles."""
 
-    def __init__(self, session: Session, num_slots: int, num_rows: int, max_batch: int) -> None:
-        """`num_slots` rows of `num_rows` tokens, of which at most `max_batch` are decoded."""
-        self.session, self.num_slots, self.num_rows = session, num_slots, num_rows
-        self.mesh = session.mesh
-        self.splits_slots = self.mesh is not None and self.mesh.shape["data"] > 1
+    def __init__(
+        self, session: Session, max_batch: int, num_rows: int, prefix_bytes: int | None
+    ) -> None:
+        """At most `max_batch` slots of `num_rows` tokens are decoded at once.
+
+        `prefix_bytes` is the size of additional slots, by default that of half of `max_batch`.
+        """
+        self.session, self.num_rows = session, num_rows
+        self.splits_slots = session.mesh is not None and session.mesh.shape["data"] > 1
+        self.slot_bytes = memory.num_bytes_of(self._form(1))
+        num_kept = max_batch // 2 if prefix_bytes is None else prefix_bytes // self.slot_bytes
+        self.num_slots = max_batch + num_kept
         self.buckets = power_of_two_buckets(1, max_batch)
         if self.splits_slots:  # moving rows between devices would cost more than padding
-            self.buckets = (num_slots,)
-        self.chunks = power_of_two_buckets(
-            min(LEAST_CHUNK, num_rows), min(session.chunks(1)[0], num_rows)
-        )
-        self._blank = device_ops.row_settings(
-            Sampling(), 0, 0, (), session.target.config.vocab_size
-        )
-        dtype = session.target.params["embed"].dtype
-        top = min(logprobs.MOST, session.target.config.vocab_size)
-        self._programs = {
-            (shape, with_logprobs): Programs(
-                setup, (session.weights,), dtype, drafts=shape.num_drafted > 0
-            )
-            for shape in session.ways
-            for with_logprobs, count in ((False, None), (True, top))
-            for setup in [session.setup._replace(shape=shape, top_logprobs=count)]
-        }
-        self._ready: dict[ProgramName, Callable[..., Any]] = {}
-
-    def __len__(self) -> int:
-        return len(self._ready)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the state."""
-        return memory.num_bytes_of(self._form())
+            self.num_slots, self.buckets = max_batch, (max_batch,)
+        largest = min(session.chunks(1)[0], num_rows)
+        self.chunks = power_of_two_buckets(min(LEAST_CHUNK, largest), largest)
+        self.plainest = min(session.ways, key=lambda shape: shape.num_drafted)
+        self.blank_row = row_settings(Sampling(), 0, num_rows, (), session.target.config.vocab_size)
+        self.state_form = self._form(self.num_slots)
+        self.ready: dict[ProgramName, Callable[..., Any]] = {}
 
     @property
     def scratch_bytes(self) -> int:
@@ -96,16 +84,12 @@ class ProgramCache:
         nodes = max(
             batch * max(shape.num_rows for shape in self.shapes(batch)) for batch in self.buckets
         )
-        parts = jax.tree.leaves(self._form(), is_leaf=lambda part: isinstance(part, KV))
+        parts = jax.tree.leaves(self.state_form, is_leaf=lambda part: isinstance(part, KV))
         gathered = sum(memory.num_bytes_of(part) for part in parts if not isinstance(part, KV))
         logits = 4 * self.session.target.config.vocab_size * nodes
         return 3 * logits + gathered * self.buckets[-1] // self.num_slots
 
     # ---- which program ----
-
-    def bucket(self, count: int) -> int:
-        """The bucket for a batch of `count` rows."""
-        return bucket_for(self.buckets, count)
 
     def shapes(self, batch: int) -> list[DraftShape]:
         """The candidate shapes of a bucket: all for one row; plain and short chains for several."""
@@ -114,122 +98,86 @@ class ProgramCache:
 
     def decode_name(self, count: int, shape: DraftShape, rows: int) -> ProgramName | None:
         """The smallest compiled program for `count` rows of a kind, perhaps a stand-in; or None."""
-        for batch in self.buckets:
-            for kind in range(rows, LOGPROBS + 1):
-                name = ("decode", batch, shape, kind)
-                if batch >= count and name in self._ready:
-                    return name
-        return None
+        batches = [batch for batch in self.buckets if batch >= count]
+        kinds = itertools.product(batches, range(rows, LOGPROBS + 1))
+        names = (ProgramName("decode", batch, shape, kind) for batch, kind in kinds)
+        return next((name for name in names if name in self.ready), None)
 
     def chunk(self, count: int) -> int:
-        """The smallest compiled chunk of at least `count` tokens, or the largest chunk."""
-        compiled = [size for size in self.chunks if ("prefill", size) in self._ready]
-        return next((size for size in compiled if size >= count), compiled[-1])
+        """The smallest compiled chunk of at least `count` tokens, which are at most the largest."""
+        sizes = (size for size in self.chunks if size >= count)
+        return next(size for size in sizes if ProgramName("prefill", size) in self.ready)
 
-    def first(self) -> Iterator[ProgramName]:
+    def first(self) -> list[ProgramName]:
         """Programs compiled before the start: those of one request, and stand-ins for any batch."""
-        yield from [("empty",), ("copy",), ("prefill", self.chunks[-1])]
-        if self.session.catches_up:
-            yield ("catch_up",)
-        one, every = self.buckets[0], self.buckets[-1]
-        yield from dict.fromkeys(
-            [
-                ("decode", every, self.own_shape(every), SAMPLED),
-                ("decode", one, self.own_shape(one), GREEDY),
-                ("decode", one, self.own_shape(one), SAMPLED),
-                ("decode", one, self.plainest, GREEDY),  # its cost is what drafts are judged by
-            ]
-        )
-        yield ("score", self.chunks[-1])
-        yield ("decode", every, self.plainest, LOGPROBS)
+        one, every, chunk = self.buckets[0], self.buckets[-1], self.chunks[-1]
+        names = [ProgramName("empty"), ProgramName("copy"), ProgramName("prefill", chunk)]
+        names += [ProgramName("catch_up", chunk)] * self.session.catches_up
+        decode = [
+            (every, self.plainest, SAMPLED),
+            (one, self.session.first, GREEDY),
+            (one, self.session.first, SAMPLED),
+            (one, self.plainest, GREEDY),  # drafts are judged by its cost
+            (every, self.plainest, LOGPROBS),
+        ]
+        names += [ProgramName("decode", *each) for each in decode]
+        return [*names, ProgramName("score", chunk)]
 
-    def later(self) -> Iterator[ProgramName]:
-        """Programs compiled when idle, in this order: one request, all slots, the other buckets."""
-        first, *rest = self.buckets
-        batches = [first, *rest[-1:], *rest[:-1]]
-        yield from (("prefill", size) for size in self.chunks)
-        for rows in (GREEDY, SAMPLED):
-            for batch in batches:
-                yield from (("decode", batch, shape, rows) for shape in self.shapes(batch))
-        yield ("decode", first, self.plainest, LOGPROBS)
-
-    def own_shape(self, batch: int) -> DraftShape:
-        """The shape of a bucket without costs."""
-        several = batch > self.buckets[0] and self.session.controller is not None
-        return self.plainest if several else self.session.first
-
-    @property
-    def plainest(self) -> DraftShape:
-        """The shape with the fewest drafts: plain decoding in mode auto."""
-        return min(self.session.ways, key=lambda shape: shape.num_drafted)
+    def later(self) -> list[ProgramName]:
+        """Programs compiled when idle, in this order: greedy rows first, small batches first."""
+        names = [ProgramName("prefill", size) for size in self.chunks]
+        for rows, batch in itertools.product((GREEDY, SAMPLED), self.buckets):
+            names += [ProgramName("decode", batch, shape, rows) for shape in self.shapes(batch)]
+        return [*names, ProgramName("decode", self.buckets[0], self.plainest, LOGPROBS)]
 
     # ---- compile and run ----
 
-    def names(self) -> list[ProgramName]:
-        """Compiled programs."""
-        return list(self._ready)
-
-    def has(self, name: ProgramName) -> bool:
-        """Whether a program is compiled."""
-        return name in self._ready
-
-    def run(self, name: ProgramName, *arrays: Any) -> Any:
-        """Runs a compiled program."""
-        return self._ready[name](self.session.weights, *arrays)
-
-    def put(self, arrays: Any) -> Any:
-        """Moves host arrays that several calls use to the devices."""
-        return jax.device_put(arrays, self.mesh and sharding.of_state(arrays, self.mesh))
-
     def compile(self, name: ProgramName) -> None:
-        """Compiles a program."""
-        if self.has(name):
+        """Compiles a program, unless it is compiled already."""
+        if name in self.ready:
             return
-        spec = self._spec(name)
-        programs = self._programs[spec.shape or self.session.shape, spec.logprobs]
-        self._ready[name] = programs.compile(
-            spec.function, *spec.like, donate=spec.donate, **spec.static
-        )
+        session, top_logprobs = self.session, None
+        if name.kind in ("prefill", "score") or name.rows == LOGPROBS:
+            top_logprobs = min(logprobs.MOST, session.target.config.vocab_size)
+        shape = name.shape or session.shape
+        setup = session.setup._replace(shape=shape, top_logprobs=top_logprobs)
+        dtype = session.target.params["embed"].dtype
+        programs = Programs(setup, (session.weights,), dtype, drafts=shape.num_drafted > 0)
+        static = {
+            "empty": {"slots": self.num_slots, "rows": self.num_rows},
+            "catch_up": {"sizes": (max(name.size, step.CATCH_UP), step.CATCH_UP)},
+        }.get(name.kind, {})
+        function = getattr(device_ops, name.kind)
+        state = None if name.kind == "empty" else self.state_form
+        self.ready[name] = programs.compile(function, state, *self.example(name), **static)
 
-    def arguments_of(self, name: ProgramName) -> PyTreeDef:
-        """The tree structure of the arguments of a program, compiled or not."""
-        return jax.tree.structure(self._spec(name).like)
+    def run(self, name: ProgramName, state: SlotState | None, *arrays: Any) -> Any:
+        """Runs a compiled program on the state; returns the new state and the report."""
+        return self.ready[name](self.session.weights, state, *arrays)
 
-    def blank(self, batch: int, rows: int) -> RowSettings:
-        """Settings of padding rows."""
-        return device_ops.joined([self._blank] * batch, rows != GREEDY)
+    def example(self, name: ProgramName, slots: Sequence[int] = (0,)) -> tuple[Any, ...]:
+        """Arrays of a dummy run on free slots, beside the state.
 
-    def _spec(self, name: ProgramName) -> ProgramSpec:
-        one, number = jax.ShapeDtypeStruct((1,), jnp.int32), np.zeros((), np.int32)
-        match name:
-            case ("empty",):
-                static = {"slots": self.num_slots, "rows": self.num_rows}
-                return ProgramSpec(device_ops.empty, donate=False, static=static)
-            case ("copy",):
-                return ProgramSpec(device_ops.copy, (self._form(), number, number, number))
-            case ("catch_up",):
-                sizes = tuple(dict.fromkeys((max(self.chunks[-1], step.CATCH_UP), step.CATCH_UP)))
-                like = (self._form(), one)
-                return ProgramSpec(device_ops.catch_up, like, static={"sizes": sizes})
-            case ("prefill" | "score" as what, tokens):
-                wide = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-                like = (self._form(), one, ChunkInput(wide, wide, one, one), self.blank(1, SAMPLED))
-                static = {"scored": what == "score"}
-                return ProgramSpec(device_ops.prefill, like, logprobs=True, static=static)
-            case ("decode", batch, shape, rows):
-                slot_B, live_B = np.zeros(batch, np.int32), np.zeros(batch, bool)
-                like = (self._form(), slot_B, live_B, self.blank(batch, rows), number)
-                return ProgramSpec(device_ops.decode, like, shape, logprobs=rows == LOGPROBS)
-        raise KeyError(name)
+        Fewer slots than rows serve several rows, since nothing depends on the tokens of free slots.
+        """
+        number, zero_1 = np.int32(0), np.zeros(1, np.int32)
+        size = name.size if name.kind == "decode" else 1
+        slot_B = np.sort(np.resize(np.array(slots, np.int32), size))
+        match name.kind:
+            case "empty":
+                return ()
+            case "copy":
+                return number, number, number
+            case "catch_up":
+                return (slot_B,)
+            case "prefill" | "score":
+                tokens_1T1 = np.zeros((1, name.size + 1), np.int32)
+                return (PrefillInput(slot_B, tokens_1T1, zero_1, zero_1 + 1, self.blank_row),)
+        settings = joined([self.blank_row] * size, sampled=name.rows != GREEDY)
+        return (DecodeInput(slot_B, np.ones(size, bool), settings, np.int32(ROUNDS // 2)),)
 
-    def _form(self) -> SlotState:
-        def empty(weights: Any) -> SlotState:
-            setup = self.session.setup
-            return device_ops.empty(setup, weights, slots=self.num_slots, rows=self.num_rows)
-
-        return jax.eval_shape(empty, self.session.weights)
-
-
-def kind_of(sampled: Sequence[bool], with_logprobs: Sequence[bool]) -> int:
-    """The kind of rows of a batch, from the needs of its rows."""
-    return LOGPROBS if any(with_logprobs) else SAMPLED if any(sampled) else GREEDY
+    def _form(self, num_slots: int) -> SlotState:
+        """The shapes of a state's arrays."""
+        static = {"slots": num_slots, "rows": self.num_rows}
+        empty = functools.partial(device_ops.empty, self.session.setup, **static)
+        return jax.eval_shape(empty, self.session.weights)[0]

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from moa_jax.config import Sampling
-from moa_jax.decode.logprobs import TokenLogprob
+from moa_jax.decode.logprobs import LogProbs, TokenLogprob, as_list
+from moa_jax.decode.row_settings import RowSettings
 from moa_jax.decode.session import GREEDY
-from moa_jax.engine.device_ops import RowSettings
 from moa_jax.errors import InputError
 
 
@@ -43,22 +43,12 @@ class RequestOutput(NamedTuple):
     # Of the prompt's next tokens, if requested; None for the prompt's first token.
     prompt_logprobs: Sequence[TokenLogprob | None] = ()
 
-
-OnOutput = Callable[[RequestOutput], None]
-CANCELLED = RequestOutput([], finish_reason="cancelled")
-
-
-def failed(error: Exception) -> RequestOutput:
-    """The last output of a request that fails with an exception."""
-    name = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
-    line = f"the engine failed at this request: {name}{error}".splitlines()[0]
-    return RequestOutput([], finish_reason="error", error=line)
-
-
-class RequestHandle(NamedTuple):
-    """A submitted request, for `Engine.cancel`."""
-
-    id: int
+    @classmethod
+    def of_failure(cls, error: Exception) -> RequestOutput:
+        """The last output of a request that fails with an exception."""
+        name = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+        line = f"the engine failed at this request: {name}{error}".splitlines()[0]
+        return cls([], finish_reason="error", error=line)
 
 
 class QueueFull(InputError):
@@ -84,16 +74,15 @@ class RequestState:
 
     id: int
     request: Request
-    on_output: OnOutput
+    on_output: Callable[[RequestOutput], None]
     settings: RowSettings
-    sampled: bool  # not plain argmax: needs a SAMPLED program
+    kind: int  # of the rows of the programs that it needs: GREEDY, SAMPLED or LOGPROBS
     phase: Phase = Phase.WAITING
     slot: int = -1
     answer: list[int] = dataclasses.field(default_factory=list)  # tokens that the host has read
     num_computed: int = 0  # tokens of the prompt in the slot, calls in flight included
     lags: bool = False  # a lagging drafter has not processed all tokens
     num_plain: int = 0  # of these tokens those of plain rounds, at most
-    num_scored: int = 0  # tokens of the prompt whose log-probabilities are sent
 
     @property
     def prompt_length(self) -> int:
@@ -101,19 +90,14 @@ class RequestState:
         return len(self.request.prompt_ids)
 
     @property
-    def needs_logprobs(self) -> bool:
-        """Whether the answer has log-probabilities."""
-        return self.request.top_logprobs is not None
+    def length(self) -> int:
+        """Tokens of prompt and answer that the host has read."""
+        return self.prompt_length + len(self.answer)
 
-    @property
-    def decodes(self) -> bool:
-        """Whether decode calls follow prefill, which returns the first token."""
-        return self.request.max_new_tokens > 1
-
-    @property
-    def num_left(self) -> int:
-        """Tokens until the limit, those of calls in flight included."""
-        return self.request.max_new_tokens - len(self.answer)
+    def logprobs_of(self, found: LogProbs | None, row: int, count: int) -> list[TokenLogprob]:
+        """Log-probabilities of the first `count` tokens of a row, if the request has them."""
+        top = self.request.top_logprobs
+        return [] if top is None else as_list(found, row, slice(count), top)
 
     def known_tokens(self) -> list[int]:
         """The tokens whose keys and values the slot has; the newest token is not among them."""

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from moa_jax.errors import InputError
+from moa_jax.errors import InputError, first_line
 
 GIB = 1024**3
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in the exceptions of all backends
 MEMINFO, CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup")
 # Memory limit files by the controllers of a line in CGROUPS: version 2 first, then version 1.
 CGROUP_LIMITS = {
     "": Path("/sys/fs/cgroup/memory.max"),
     "memory": Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 }
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes of a server, summed over all devices."""
+
+    weights: int
+    slots: int
+    prefix_cache: int  # slots beside those that are decoded
+    scratch: int  # logits of one round, and arrays of the same size
+
+    def check(self, num_slots: int, advice: str, num_devices: int) -> None:
+        """Raises InputError if the devices have less; the weights must be loaded already."""
+        what = (
+            f"{num_slots} slots, prefix cache and scratch beside weights of "
+            f"{self.weights / GIB:.3g} GiB"
+        )
+        check_memory(sum(self[1:]), what, advice, num_devices)
 
 
 def check_memory(num_bytes: int, what: str, advice: str, num_devices: int = 1) -> None:
@@ -41,6 +60,14 @@ def free_bytes() -> int | None:
     facts = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
     kilobytes = sum(int(facts.get(name, "0").split()[0]) for name in ("MemAvailable", "SwapFree"))
     return min([1024 * kilobytes, *_cgroup_limits()]) if "MemAvailable" in facts else None
+
+
+def log_failure(logger: logging.Logger, what: str, error: Exception, advice: str = "") -> None:
+    """Logs `what` with the traceback; if the device is out of memory, one line with `advice`."""
+    if OUT_OF_MEMORY in str(error):
+        logger.error("the device is out of memory; %s: %s", advice or what, first_line(error))
+    else:
+        logger.error(what, exc_info=error)
 
 
 def num_bytes_of(shapes: Any) -> int:

@@ -28,10 +28,10 @@ from infer.bench.plan.lowering import (
 from infer.bench.plan.machines import devices, machine
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode.limits import CacheLimits
+from moa_jax.decode.row_settings import joined, row_settings
 from moa_jax.decode.state import StaticConfig
 from moa_jax.drafters import DRAFTERS
 from moa_jax.engine import device_ops
-from moa_jax.engine.device_ops import joined, row_settings
 from tests.aot.compiling import in_child, needs
 from tests.aot.test_hlo import fused, module
 
@@ -58,11 +58,12 @@ def pair_of(num_nodes: int, num_layers: int = LAYERS) -> StaticConfig:
 def engine_program(setup: StaticConfig, rows: int, batch: int) -> tuple[HloModule, Any]:
     """A decode call of an engine with six slots, all of which lag."""
     setup, weights = setup._replace(catches_up=setup.drafter is not None), abstract_weights(setup)
-    state = jax.eval_shape(functools.partial(device_ops.empty, setup, slots=6, rows=rows), weights)
+    empty = functools.partial(device_ops.empty, setup, slots=6, rows=rows)
+    state, _ = jax.eval_shape(empty, weights)
     settings = row_settings(Sampling(), 0, 0, (), setup.target.vocab_size)
-    arrays = (np.zeros(batch, np.int32), np.zeros(batch, bool), joined([settings] * batch, False))
+    rows = (np.zeros(batch, np.int32), np.zeros(batch, bool), joined([settings] * batch, False))
     decode = functools.partial(device_ops.decode, setup)
-    given = (weights, state, *arrays, np.int32(0))
+    given = (weights, state, device_ops.DecodeInput(*rows, np.int32(0)))
     how = {"donate": (1,), "drafts": setup.shape.num_drafted > 0}
     return compile_for(devices(H200)[0], decode, *given, **how), weights
 

@@ -112,3 +112,20 @@ def test_programs_are_compiled_while_memory_mappings_are_left(monkeypatch, tmp_p
     monkeypatch.setattr(background_lib, "MOST", tmp_path / "absent")
     monkeypatch.setattr(background_lib, "MAPPINGS", tmp_path / "absent")
     assert background_lib.can_compile_more() and background_lib.num_mappings() == 0
+
+
+def test_without_room_for_mappings_no_job_is_accepted(monkeypatch, caplog):
+    monkeypatch.setattr("moa_jax.decode.background.can_compile_more", lambda: False)
+    background = BackgroundWorker()
+    assert not any(background.submit(name, print) for name in "ab")
+    assert caplog.text.count("no more programs are compiled") == 1
+
+
+def test_a_job_that_meets_a_full_device_is_one_line(caplog):
+    def job():
+        raise RuntimeError("RESOURCE_EXHAUSTED: no memory\nwherever")
+
+    background = BackgroundWorker()
+    background.submit("program", job)
+    background.wait()
+    assert "out of memory" in caplog.text and "Traceback" not in caplog.text

@@ -27,7 +27,7 @@ from moa_jax import Result, Session
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode.draft_vocabulary import DraftVocabulary
 from moa_jax.engine import Engine, Request
-from moa_jax.engine.program_cache import SAMPLED
+from moa_jax.engine.program_cache import SAMPLED, ProgramName
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.speculation.controller import NO_DRAFT, ShapeChoice
 from moa_jax.speculation.cost_table import CostTable
@@ -179,8 +179,8 @@ def engine_for(case: Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     if case.lags:
         take_turns(engine, turns_of(case), monkeypatch)
     engine.prepare()
-    engine._while_idle = lambda: None  # most of a test is compiling
-    engine.programs.later = lambda: iter(())
+    engine._pacing.add_dummy_runs = lambda names: None  # most of a test is compiling
+    engine.programs.later = lambda: []
     engine.session.background.submit = lambda *job, **rest: None
     yield engine
     if case.lags:
@@ -196,7 +196,7 @@ def take_turns(
     for shape in costs:
         for length in engine._pacing.lengths():
             engine._pacing.costs.put(*largest, shape, length, 1.0)
-        engine.programs.compile(("decode", *largest, shape, SAMPLED))
+        engine.programs.compile(ProgramName("decode", *largest, shape, SAMPLED))
     choose = lambda costs, lag_ms: ShapeChoice(*next(order))
     patch.setattr(engine.session.controller, "next", choose)
     patch.setattr(engine.programs, "shapes", lambda batch: list(costs))

@@ -7,7 +7,7 @@ import functools
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,29 +34,30 @@ class Listener:
     """Keeps the outputs of a request, in order.
 
     `at_first` is called at the first output, on the engine's thread: a command of `at_first` is
-    executed before the answer ends, on a busy machine too.
+    executed before the answer ends, on a busy machine too. `at_end` is called at the last one.
     """
 
-    def __init__(self, at_first: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        at_first: Callable[[], object] = lambda: None,
+        at_end: Callable[[], object] = lambda: None,
+    ) -> None:
         self.all: list[RequestOutput] = []
-        self._at_first, self._fault = at_first, None
+        self._at_first, self._at_end = at_first, at_end
         self._end: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
 
     def __call__(self, output: RequestOutput) -> None:
         self.all.append(output)
-        if len(self.all) == 1:
-            try:
+        try:
+            if len(self.all) == 1:
                 self._at_first()
-            except Exception as fault:  # which the engine would only log
-                self._fault = fault
-        if output.finish_reason:
-            self._end.put(output)
+        finally:
+            if output.finish_reason:
+                self._at_end()
+                self._end.put(output)
 
     def wait(self) -> RequestOutput:
-        end = self._end.get(timeout=WAIT_S)
-        if self._fault is not None:
-            raise self._fault
-        return end
+        return self._end.get(timeout=WAIT_S)
 
     @property
     def token_ids(self) -> list[int]:
@@ -96,8 +97,8 @@ def engine_of(name: str | None, shape: DraftShape | None = CHAIN, **rest) -> Eng
     settings = dict(num_slots=4, max_tokens=200, chunk=32) | rest
     found = Engine(target(), name and drafter(name), shape if name else None, **settings)
     found.prepare()
-    found._while_idle = lambda: None  # most of a test is compiling
-    found.programs.later = lambda: iter(())
+    found._pacing.add_dummy_runs = lambda names: None  # most of a test is compiling
+    found.programs.later = lambda: []
     return found
 
 
@@ -156,28 +157,21 @@ def answers(engine: Engine, requests: list[Request]) -> list[Listener]:
     return listeners
 
 
-def settle(engine: Engine, requests: list[Request]) -> None:
-    """Repeats requests until the engine compiles no more programs for them."""
-    known, before = engine.session.background._known, -1
-    while len(known) > before:
-        engine.session.background.wait()
-        before = len(known)
-        answers(engine, requests)
-
-
 def assert_as_alone(requests: list[Request], listeners: list[Listener]) -> None:
     for request, listener in zip(requests, listeners, strict=True):
         listener.assert_one_end()
         assert (listener.token_ids, listener.all[-1].finish_reason) == alone(request)
 
 
-def failing(engine: Engine, monkeypatch, what: str, times: list[int]) -> None:
+def failing(
+    engine: Engine, monkeypatch, what: str, times: Collection[int], error: Exception | None = None
+) -> None:
     """Programs of this name fail at these runs, counted from 0."""
     run, count = engine.programs.run, itertools.count()
 
     def broken(name, *arrays):
-        if name[0] == what and next(count) in times:
-            raise RuntimeError("the device is on fire")
+        if name.kind == what and next(count) in times:
+            raise error or RuntimeError("the device is on fire")
         return run(name, *arrays)
 
     monkeypatch.setattr(engine.programs, "run", broken)

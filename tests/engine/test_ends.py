@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import jax
 import pytest
 
 from moa_jax.config import Sampling
-from moa_jax.engine import Engine, EngineClosed, QueueFull, Request, RequestHandle, RequestOutput
-from moa_jax.engine.device_ops import row_settings
-from moa_jax.engine.engine import Wake
+from moa_jax.decode.row_settings import row_settings
+from moa_jax.engine import Engine, EngineClosed, QueueFull, Request, RequestOutput
 from moa_jax.errors import InputError
 from tests.decode.test_chunks import target
 from tests.engine.engines import (
@@ -22,7 +22,6 @@ from tests.engine.engines import (
     alone,
     answers,
     assert_as_alone,
-    at_once,
     engine_of,
     failing,
     mixed,
@@ -36,33 +35,85 @@ from tests.meeting import wait_for
 
 @pytest.mark.slow
 def test_a_request_may_be_cancelled_at_any_time(started):
-    """In any phase; the request gets one last output, and other requests get none."""
-    engine = engine_of("moa-1", num_slots=2)
-    requests = [Request((index, 9), 190, NO_STOP, LAWS[index % 3]) for index in range(6)]
-    requests += [Request((50, 3), 30, NO_STOP)]
+    """In the queue, in prefill and while it decodes; the slot serves the next request."""
+    engine = engine_of("moa-1", num_slots=1)
+    requests = [Request((1,) * 150, 40, NO_STOP), Request((5, 9), 190, NO_STOP, LAWS[1])]
+    requests += [Request((6,), 9, NO_STOP), Request((50, 3), 30, NO_STOP)]
     listeners = [Listener() for _ in requests]
-    first = listeners[0] = Listener(lambda: [engine.cancel(handles[0]) for _ in range(2)])
-    engine.submit(Request((1,) * 150, 40, NO_STOP), gone := Listener())
-    handles = [
-        engine.submit(request, listener)
-        for request, listener in zip(requests, listeners, strict=True)
-    ]
-    engine.cancel(RequestHandle(0))
-    engine.cancel(handles[3])
+    listeners[1] = Listener(lambda: [engine.cancel(1) for _ in range(2)])
+    assert [engine.submit(*each) for each in zip(requests, listeners, strict=True)] == [*range(4)]
+    engine.cancel(0)
+    engine.cancel(2)
     started(engine)
-    for listener in (gone, first, listeners[3]):
-        assert listener.wait().finish_reason == "cancelled"
-        listener.assert_one_end()
-    assert listeners[3].token_ids == [] == gone.token_ids
-    said = first.token_ids
-    assert said == alone(requests[0])[0][: len(said)]
-    kept = [index for index in range(len(requests)) if index not in (0, 3)]
-    for index in kept:
-        listeners[index].wait()
-    assert_as_alone([requests[i] for i in kept], [listeners[i] for i in kept])
-    engine.cancel(handles[-1])
-    assert engine.stats().finished == {"cancelled": 3, "length": 5}
+    assert [each.wait().finish_reason for each in listeners] == [*["cancelled"] * 3, "length"]
+    said = listeners[1].token_ids
+    assert said and said == alone(requests[1])[0][: len(said)]
+    assert_as_alone(requests[3:], listeners[3:])
+    engine.cancel(3)
+    assert engine.stats().finished == {"cancelled": 3, "length": 1}
     assert engine.stats().running == engine.stats().waiting == 0
+
+
+SCORED = Request((5,), 3, (), top_logprobs=1, prompt_logprobs=True)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request((), 3, ()), "empty"),
+        (Request((64,), 3, ()), "outside the vocabulary"),
+        (Request((1,) * 190, 11, ()), "201|at most"),
+        (Request((1,) * 300, 11, ()), "positions"),
+        (Request((1,), 0, (), top_logprobs=2), "at least 1"),
+        (Request((1,), 3, tuple(range(65))), "65 stop ids"),
+        (Request((1,), 3, (), top_logprobs=21), "21 top tokens"),
+        (Request((1,), 3, (), Sampling(logit_bias=((64, 1.0),))), "id 64 of 64"),
+        (replace(SCORED, top_logprobs=None), "prompt_logprobs without top_logprobs"),
+        (replace(SCORED, max_new_tokens=-1), "ask for at least 1"),
+        (replace(SCORED, prompt_ids=(5,) * 200, max_new_tokens=0), "1 are to follow"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(request_, message):
+    engine = Engine(target(), max_tokens=200)
+    with pytest.raises(InputError, match=message):
+        engine.submit(request_, Listener())
+    engine.submit(Request((1,) * 190, 10, ()), Listener())  # of exactly max_tokens
+    assert engine.stats().waiting == 1
+
+
+def test_an_engine_that_cannot_be_is_refused(monkeypatch):
+    """Memory is checked before anything is allocated, and the error names the flags."""
+    for settings in ({"max_tokens": 257}, {"max_tokens": 1}, {"num_slots": 0}):
+        with pytest.raises(InputError, match="choose"):
+            Engine(target(), **settings)
+    monkeypatch.setattr("moa_jax.runtime.memory.free_bytes", lambda: 200_000)
+    with pytest.raises(InputError, match="lower --slots, --max-tokens or --prefix-bytes"):
+        Engine(target(), num_slots=16, max_tokens=200)
+    plan = Engine(target(), num_slots=2, prefix_bytes=0, max_tokens=200).memory
+    assert plan.slots > plan.weights > 0 == plan.prefix_cache
+
+
+@pytest.mark.slow
+def test_closing_lets_answers_end_in_the_time_they_have():
+    engine, request = engine_of("moa-1", num_slots=1), Request((5,), 5, NO_STOP)
+    engine.start()
+    engine.submit(request, one := Listener())
+    engine.close(drain_s=WAIT_S)
+    assert_as_alone([request], [one])
+    with pytest.raises(EngineClosed):
+        engine.submit(request, Listener())
+
+
+def test_a_device_that_does_not_respond_does_not_keep_an_engine_from_closing(monkeypatch):
+    monkeypatch.setattr("moa_jax.engine.engine.STUCK_S", 0.1)
+    engine, is_stuck = engine_of(None, num_slots=1), threading.Event()
+    monkeypatch.setattr(engine._batch, "read", lambda call: is_stuck.wait(WAIT_S))
+    engine.start()
+    engine.submit(Request((5,), 60, NO_STOP), found := Listener())
+    wait_for(lambda: found.all)
+    engine.close()
+    assert found.wait().error == "the device does not respond"
+    is_stuck.set()
 
 
 def test_a_full_queue_takes_nothing_more(started):
@@ -83,28 +134,6 @@ def test_a_full_queue_takes_nothing_more(started):
     assert engine.stats().waiting == 0
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (Request((), 3, ()), "empty"),
-        (Request((64,), 3, ()), "outside the vocabulary"),
-        (Request((1,) * 190, 11, ()), "201|at most"),
-        (Request((1,) * 300, 11, ()), "positions"),
-        (Request((1,), 0, ()), "at least 1"),
-        (Request((1,), 3, tuple(range(65))), "65 stop ids"),
-        (Request((1,), 3, (), top_logprobs=21), "21 top tokens"),
-        (Request((1,), 3, (), Sampling(logit_bias=((64, 1.0),))), "id 64 of 64"),
-    ],
-)
-def test_what_cannot_be_answered_is_refused(request_, message):
-    engine = Engine(target(), max_tokens=200)
-    with pytest.raises(InputError, match=message):
-        engine.submit(request_, Listener())
-    assert engine.stats().waiting == 0
-    engine.submit(Request((1,) * 190, 10, ()), Listener())  # of exactly max_tokens
-    assert engine.stats().waiting == 1
-
-
 def test_a_stop_that_is_no_token_stops_nothing():
     settings = row_settings(Sampling(), 2, 9, (2**40, 3, -5, 64), 64)
     assert set(settings.stop_ids_BX[0].tolist()) == {3, -1}
@@ -118,68 +147,16 @@ def test_a_request_is_taken_without_work_for_the_device():
             engine.submit(Request((5, 9), 20, (3,), sampling, top_logprobs=2), Listener())
 
 
-@pytest.mark.parametrize("settings", [{"max_tokens": 257}, {"max_tokens": 1}, {"num_slots": 0}])
-def test_an_engine_that_cannot_be_is_refused(settings):
-    with pytest.raises(InputError, match="choose"):
-        Engine(target(), **settings)
-
-
-def test_an_engine_that_does_not_fit_is_refused_before_anything_is_allocated(monkeypatch):
-    """With what it needs, what there is, and the flags that lower it."""
-    monkeypatch.setattr("moa_jax.runtime.memory.free_bytes", lambda: 200_000)
-    with pytest.raises(InputError, match="lower --slots, --max-tokens or --prefix-bytes"):
-        Engine(target(), num_slots=16, max_tokens=200)
-    plan = Engine(target(), num_slots=2, prefix_bytes=0, max_tokens=200).memory
-    assert plan.slots > plan.weights > 0 == plan.prefix_cache
-
-
-@pytest.mark.slow
-def test_closing_lets_answers_end_in_the_time_they_have():
-    engine = engine_of("moa-1", num_slots=1)
-    soon, late = Request((5,), 5, NO_STOP), Request((6,), 190, NO_STOP)
-    engine.start()
-    engine.submit(soon, one := Listener())
-    engine.close(drain_s=WAIT_S)
-    assert_as_alone([soon], [one])
-    with pytest.raises(EngineClosed):
-        engine.submit(soon, Listener())
-    hurried = engine_of(None, num_slots=1)
-    listeners = [Listener(), Listener()]
-    for listener in listeners:
-        hurried.submit(late, listener)
-    execute = hurried._execute
-    hurried._execute = lambda command: (
-        wait_for(lambda: hurried._closed),
-        execute(command),
-    )
-    hurried.start()
-    hurried.close()
-    assert [listener.wait().finish_reason for listener in listeners] == ["cancelled"] * 2
-
-
-def test_an_engine_starts_once_and_a_client_may_close_it():
-    """Answered requests end, and a close on the engine's thread does not wait for this thread."""
-    engine = engine_of(None, num_slots=2)
-    names = lambda: [each.name for each in threading.enumerate()].count("engine")
-    before = names()
+def test_a_client_may_close_an_engine():
+    """A close on the engine's thread does not wait for this thread."""
+    engine, found = engine_of(None, num_slots=2), Listener(lambda: engine.close())
     engine.start()
     engine.start()
-    assert names() == before + 1
-    listeners = [Listener(), Listener()]
-
-    def closing(output: RequestOutput) -> None:
-        listeners[0](output)
-        if not output.finish_reason:
-            engine.close(drain_s=0.0)
-
-    with at_once(engine):
-        engine.submit(Request((6,), 190, NO_STOP), listeners[1])
-        engine.submit(Request((5,), 190, NO_STOP), closing)
-    assert [listener.wait().finish_reason for listener in listeners] == ["cancelled"] * 2
+    engine.submit(Request((5,), 190, NO_STOP), found)
+    assert found.wait().finish_reason == "cancelled"
     engine.close()
-    for listener in listeners:
-        listener.assert_one_end()
-    assert names() == before
+    found.assert_one_end()
+    assert not engine.healthy
 
 
 def test_an_answer_that_takes_too_long_to_drain_is_cut(monkeypatch):
@@ -224,32 +201,6 @@ def test_a_prefix_of_a_prompt_that_failed_is_not_copied(monkeypatch):
     assert_as_alone([requests[i] for i in fine], [found[i] for i in fine])
 
 
-def test_an_idle_engine_that_lost_its_state_allocates_another_one(started, monkeypatch):
-    """And is as healthy as before, also where that fails."""
-    engine = engine_of(None, num_slots=1)
-    del engine._while_idle
-    monkeypatch.setattr("moa_jax.engine.engine.QUIET_S", 0.01)
-    engine.programs.later = lambda: iter(())
-    run, is_full = engine.programs.run, threading.Event()
-
-    def full(name, *arrays):
-        if name == ("empty",) and is_full.is_set():
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
-        return run(name, *arrays)
-
-    engine.programs.run = full
-    started(engine)
-    engine._batch.drop()
-    is_full.set()
-    for _ in range(4):
-        engine._commands.put(Wake())
-        wait_for(engine._commands.empty)
-    assert engine.healthy
-    is_full.clear()
-    engine._commands.put(Wake())
-    wait_for(lambda: not engine._batch.is_lost())
-
-
 @pytest.mark.parametrize("what", ["decode", "prefill"])
 def test_who_runs_is_lost_with_the_state_and_who_waits_is_not(what, monkeypatch):
     """A call that fails on the device has taken the only state with it."""
@@ -257,10 +208,10 @@ def test_who_runs_is_lost_with_the_state_and_who_waits_is_not(what, monkeypatch)
     run, count = engine.programs.run, iter(range(1000))
 
     def broken(name, state=None, *arrays):
-        if name[0] == what and next(count) == 4:
+        if name.kind == what and next(count) == 4:
             jax.tree.map(lambda leaf: leaf.delete(), state)
             raise RuntimeError("the device is on fire")
-        return run(name, *(() if state is None else (state, *arrays)))
+        return run(name, state, *arrays)
 
     monkeypatch.setattr(engine.programs, "run", broken)
     requests = mixed(12, 5)
@@ -269,74 +220,41 @@ def test_who_runs_is_lost_with_the_state_and_who_waits_is_not(what, monkeypatch)
     assert_as_alone([requests[i] for i in fine], [found[i] for i in fine])
 
 
-@pytest.mark.parametrize("what", ["_read_decode", "_read_prefill"])
-def test_a_report_that_cannot_be_read_is_a_failed_step(what, monkeypatch):
-    """An error of the device shows when its arrays are read."""
+def test_a_full_device_is_one_line_and_the_engine_serves_again(monkeypatch, caplog):
+    """A state cannot be allocated: one request after the other ends."""
     engine = serving("moa-1")
-    read, count = getattr(engine, what), iter(range(1000))
-
-    def broken(*call):
-        if next(count) == 3:
-            raise RuntimeError("the device is on fire")
-        return read(*call)
-
-    monkeypatch.setattr(engine, what, broken)
-    requests = [Request((5, index), 60, NO_STOP) for index in range(8)]
-    lost, fine = split(found := answers(engine, requests))
-    assert 1 <= len(lost) <= 4
-    assert_as_alone([requests[i] for i in fine], [found[i] for i in fine])
-
-
-def test_a_state_that_cannot_be_allocated_ends_one_request_after_the_other(monkeypatch, caplog):
-    """In one line that names the flags; the engine serves again when there is room."""
-    engine = serving("moa-1")
-    run, is_full = engine.programs.run, threading.Event()
-
-    def full(name, *arrays):
-        if name == ("empty",) and is_full.is_set():
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nwherever")
-        return run(name, *arrays)
-
-    monkeypatch.setattr(engine.programs, "run", full)
-    engine._batch.drop()
-    is_full.set()
-    requests = [Request((5, index), 9, NO_STOP) for index in range(6)]
-    found = answers(engine, requests)
+    with monkeypatch.context() as patch:
+        error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nwherever")
+        failing(engine, patch, "empty", range(99), error)
+        engine._batch.drop()
+        requests = [Request((5, index), 9, NO_STOP) for index in range(6)]
+        found = answers(engine, requests)
     assert {each.all[-1].finish_reason for each in found} == {"error"}
     lines = [line for line in caplog.text.splitlines() if "out of memory" in line]
-    assert (
-        lines and all("lower --slots" in line for line in lines) and "Traceback" not in caplog.text
-    )
-    is_full.clear()
+    assert lines and all("lower --slots" in line for line in lines)
+    assert "Traceback" not in caplog.text
     assert_as_alone(requests, answers(engine, requests))
 
 
 @pytest.mark.parametrize(("what", "tokens"), [("decode", 9), ("prefill", 1)])
 def test_three_failed_steps_in_a_row_show_in_health_until_one_works(what, tokens, monkeypatch):
     engine, request = serving("moa-1"), Request((5, 6), tokens, NO_STOP)
-    run, breaks = engine.programs.run, [False]
-
-    def broken(name, *arrays):
-        if name[0] == what and breaks[0]:
-            raise RuntimeError("the device is on fire")
-        return run(name, *arrays)
-
-    monkeypatch.setattr(engine.programs, "run", broken)
+    failing(engine, monkeypatch, what, times := [])
     healthy = []
-    for breaks[0] in (True, True, False, True, True, True, False):
-        assert (answers(engine, [request])[0].all[-1].finish_reason == "error") == breaks[0]
+    for fails in (True, True, False, True, True, True, False):
+        times[:] = range(999) if fails else []
+        end = answers(engine, [request])[0].all[-1]
+        assert (end.finish_reason == "error") == fails
         healthy.append(engine.healthy)
     assert healthy == [True, True, True, True, True, False, True]
 
 
-def test_an_engine_without_its_thread_is_not_healthy():
+def test_an_engine_without_its_thread_is_not_healthy(monkeypatch):
     engine = serving("moa-1")
     assert engine.healthy
-    engine._thread, running = None, engine._thread
-    assert not engine.healthy
-    engine._thread = threading.Thread()  # one that has ended, or does not run yet
-    assert not engine.healthy
-    engine._thread = running
+    for thread in (None, threading.Thread()):  # one that does not run
+        monkeypatch.setattr(engine, "_thread", thread)
+        assert not engine.healthy
 
 
 def test_requests_that_a_stuck_engine_has_not_taken_get_an_error():
@@ -350,23 +268,6 @@ def test_requests_that_a_stuck_engine_has_not_taken_get_an_error():
         each.assert_one_end()
     engine.close()
     assert [len(each.all) for each in found] == [1, 1]
-
-
-def test_an_engine_that_is_abandoned_while_a_call_is_read_has_no_failed_step(started, monkeypatch):
-    engine = Engine(target(), num_slots=1, max_tokens=64)
-    read = engine._batch.read
-
-    def abandoned(call):
-        engine.abandon("process 1 has died")  # by another thread, as it happens
-        return read(call)
-
-    monkeypatch.setattr(engine._batch, "read", abandoned)
-    engine.submit(Request((5,), 60, NO_STOP), found := Listener())
-    started(engine)
-    assert found.wait().finish_reason == "error"
-    engine.close()
-    found.assert_one_end()  # and no token of the call that was read
-    assert engine.stats().failures == 0 and engine.stats().running == 0
 
 
 def test_a_client_that_fails_harms_nobody():

@@ -11,21 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moa_jax import Session
 from moa_jax.config import Sampling
 from moa_jax.decode import logprobs
 from moa_jax.engine import Engine, Request
-from moa_jax.errors import InputError
 from moa_jax.model import llama, masks
 from tests.decode.test_chunks import target
-from tests.engine.engines import (
-    Listener,
-    alone,
-    answers,
-    engine_of,
-    failing,
-    mixed,
-    split,
-)
+from tests.engine.engines import Listener, alone, answers, engine_of, mixed
 
 CHUNK = 32
 RANDOM = np.random.default_rng(3)
@@ -90,6 +82,11 @@ def test_they_are_those_of_one_pass_over_the_prompt(engine, new):
         assert (listener.token_ids, listener.all[-1].finish_reason) == wanted
         own = [each for output in listener.all for each in output.logprobs]
         assert [len(each.top) for each in own] == [request.top_logprobs] * new
+        if new:
+            prompt, settings = [list(request.prompt_ids)], ((), [request.sampling])
+            (row,) = Session(target(), top_logprobs=20).generate(prompt, new, *settings)
+            values = [each.logprob for each in row.logprobs]
+            assert [each.logprob for each in own] == pytest.approx(values, abs=1e-4)
     for request, listener in zip(others, found[len(requests) :], strict=True):
         assert (listener.token_ids, listener.all[-1].finish_reason) == alone(request)
         assert not of_prompt(listener)
@@ -102,33 +99,12 @@ def test_all_tokens_are_read_though_a_kept_text_begins_alike(engine):
     for _ in range(2):
         (listener,) = answers(engine, [request])
         assert_as_one_pass(request, listener)
-    assert engine.stats().prefix_lookups == before.prefix_lookups
+    assert engine.stats().prefix_lookup_tokens == before.prefix_lookup_tokens
     assert engine.stats().prompt_tokens == before.prompt_tokens + 2 * len(TEXT)
     plain = Request((*TEXT, 5), 9, ())
     (listener,) = answers(engine, [plain])
     assert (listener.token_ids, listener.all[-1].finish_reason) == alone(plain)
     assert engine.stats().prefix_tokens == before.prefix_tokens + len(TEXT)
-
-
-def test_a_chunk_that_fails_ends_its_own_request(engine, monkeypatch):
-    failing(engine, monkeypatch, "score", [1])
-    requests = [asking(TEXT[:20], 1), asking(TEXT[:25], 1), asking(TEXT[:30], 0)]
-    lost, fine = split(found := answers(engine, requests))
-    assert lost == [1]
-    for index in fine:
-        assert_as_one_pass(requests[index], found[index])
-
-
-def test_what_cannot_be_asked_is_refused(engine):
-    for request, message in [
-        (replace(asking((5,), 3), top_logprobs=None), "prompt_logprobs without top_logprobs"),
-        (Request((5,), 0, (), top_logprobs=2), "ask for at least 1"),
-        (asking((5,), -1), "ask for at least 1"),
-        (asking((5,), 0, top=21), "21 top tokens"),
-        (asking((5,) * engine.max_tokens, 0), "1 are to follow, but an answer with its prompt"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            engine.submit(request, Listener())
 
 
 @pytest.mark.parametrize("width", [1, 7, 8, 21])

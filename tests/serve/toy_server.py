@@ -24,7 +24,7 @@ from infer.openai.model import Model
 from moa_jax.config import DraftShape
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.logprobs import TokenLogprob
-from moa_jax.engine import EngineStats, QueueFull, Request, RequestHandle, RequestOutput
+from moa_jax.engine import EngineStats, QueueFull, Request, RequestOutput
 from tests.meeting import PATIENCE, wait_for
 
 VOCAB, EOS, FIRST = 2048, 4, 6  # of the bundled tokenizer; ids from FIRST on are no special tokens
@@ -84,18 +84,18 @@ class ToyEngine:
 
     def submit(
         self, request: Request, on_output: Callable[[RequestOutput], None], others: int = 0
-    ) -> RequestHandle:
+    ) -> int:
         with self._lock:
             if len(self._tasks) + others >= self.slots + self.max_waiting:
                 raise QueueFull(f"{self.max_waiting} requests are waiting already; try again later")
-            handle = RequestHandle(len(self.requests))
+            request_id = len(self.requests)
             self.requests.append(request)
-            self._tasks[handle.id] = (request, on_output, answer_of(request))
-        return handle
+            self._tasks[request_id] = (request, on_output, answer_of(request))
+        return request_id
 
-    def cancel(self, handle: RequestHandle) -> None:
+    def cancel(self, request_id: int) -> None:
         with self._lock:
-            self.cancelled.append(handle.id)
+            self.cancelled.append(request_id)
 
     def abandon(self, line: str) -> None:
         self.error = line

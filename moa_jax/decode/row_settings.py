@@ -1,0 +1,93 @@
+"""Settings of one request as arrays, so that one program serves requests of any settings.
+
+row_settings(sampling, ...)     host arrays of one row, made when a request arrives
+joined(rows)                    the rows of a call
+batch_sampling(vocab_size)      on the device: keys from seeds, and biases over the vocabulary
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moa_jax.config import Sampling
+from moa_jax.config.checks import is_id
+from moa_jax.decode.limits import MOST_STOPS, check_stops
+from moa_jax.decode.sampling import BatchSampling, host_batch_sampling, with_keys
+from moa_jax.errors import InputError
+
+MOST_BIASES = 1024  # ids of a `logit_bias`
+
+
+class Biases(NamedTuple):
+    """Values added to the logits of some ids per row; ids outside the vocabulary have no effect."""
+
+    ids_BX: jax.Array
+    values_BX: jax.Array
+
+
+class RowSettings(NamedTuple):
+    """Stop conditions and sampling settings of the rows of a call."""
+
+    total_B: jax.Array  # maximum number of tokens, prompt included
+    prompt_length_B: jax.Array
+    stop_ids_BX: jax.Array  # -1 matches nothing
+    sampling: BatchSampling  # with key data instead of keys, and without biases
+    biases: Biases | None  # None: all rows are greedy, without other parameters
+
+    def batch_sampling(self, vocab_size: int) -> BatchSampling:
+        """Returns the sampling settings with keys and biases."""
+        sampling = with_keys(self.sampling)
+        if self.biases is None:
+            return sampling
+        zero_BV = jnp.zeros((len(self.total_B), vocab_size), jnp.float32)
+        row_B1 = jnp.arange(len(zero_BV))[:, None]
+        bias_BV = zero_BV.at[row_B1, self.biases.ids_BX].add(self.biases.values_BX, mode="drop")
+        return sampling._replace(bias_BV=bias_BV)
+
+
+def is_sampled(sampling: Sampling) -> bool:
+    """Returns whether settings need more than the target's argmax."""
+    calm = dataclasses.replace(sampling, seed=0)
+    if sampling.temperature == 0:  # top-k, top-p and min-p do not change the argmax
+        calm = dataclasses.replace(calm, top_k=0, top_p=1.0, min_p=0.0)
+    return calm != Sampling()
+
+
+def row_settings(
+    sampling: Sampling, prompt_length: int, total: int, stop_ids: Sequence[int], vocab_size: int
+) -> RowSettings:
+    """Returns the settings of one row, as host arrays.
+
+    A stop id outside the vocabulary has no effect. Raises InputError for too many stop ids or
+    biases, and for a bias of an id outside the vocabulary.
+    """
+    check_stops(stop_ids)
+    if len(sampling.logit_bias) > MOST_BIASES:
+        raise InputError(
+            f"logit_bias has {len(sampling.logit_bias)} ids; give at most {MOST_BIASES}"
+        )
+    stops_1X = np.full((1, MOST_STOPS), -1, np.int32)
+    stops_1X[0, : len(stop_ids)] = [id if is_id(id, vocab_size) else -1 for id in stop_ids]
+    ids_1X = np.full((1, MOST_BIASES), vocab_size, np.int32)
+    values_1X = np.zeros((1, MOST_BIASES), np.float32)
+    for place, (token, bias) in enumerate(sampling.logit_bias):
+        if not is_id(token, vocab_size):
+            raise InputError(f"logit_bias names the id {token} of {vocab_size}; use others")
+        ids_1X[0, place], values_1X[0, place] = token, bias
+    unbiased = dataclasses.replace(sampling, logit_bias=())
+    batch_sampling = host_batch_sampling([unbiased], vocab_size, whole=True)
+    numbers = (np.array([value], np.int32) for value in (total, prompt_length))
+    return RowSettings(*numbers, stops_1X, batch_sampling, Biases(ids_1X, values_1X))
+
+
+def joined(rows: Sequence[RowSettings], sampled: bool) -> RowSettings:
+    """Stacks the settings of several rows, for a program of greedy or of sampled rows."""
+    if not sampled:
+        rows = [row._replace(sampling=BatchSampling(), biases=None) for row in rows]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *rows)
