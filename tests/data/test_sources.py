@@ -45,8 +45,8 @@ def parquet(path: Path) -> str:
         ("a.jsonl", lines().replace(b"{", MARK + b"{").replace(b"\n", b"\r\n")),
         ("a.jsonl", MARK + json.dumps(RECORDS, indent=1).encode()),
         ("a.json", lines()),
-        ("a.jsonl.gz", gzip.compress(lines())),
-        ("a.json.gz", gzip.compress(json.dumps(RECORDS).encode())),
+        ("a.jsonl.gz", gzip.compress(lines(), mtime=0)),
+        ("a.json.gz", gzip.compress(json.dumps(RECORDS).encode(), mtime=0)),
         ("a.parquet", None),
     ],
 )

@@ -35,8 +35,7 @@ from moa_jax.split.client_drafter import ClientDrafter
 from moa_jax.split.server_target import TargetSlots
 from tests.decode.tiny import TINY, TinyPairs, follow
 from tests.engine.engines import answers
-from tests.serve.toy_server import COMPLETIONS
-from tests.serve.toy_server import running as running_http
+from tests.serve.toy_server import COMPLETIONS, Running
 from tests.split.split_client import answered, left_alone, server_at
 from tests.split.split_client import serving as serving_split
 from tests.split.split_server import PAIRING
@@ -233,7 +232,7 @@ def http(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
         return [token for event in events for token in event["choices"][0]["token_ids"]]
 
     everyone = range(len(case.requests))
-    with engine_for(case, monkeypatch) as found, running_http(found) as server:
+    with engine_for(case, monkeypatch) as found, Running(found) as server:
         with ThreadPoolExecutor(len(everyone)) as pool:
             texts = list(pool.map(functools.partial(post, server), everyone))
         return Texts(texts, found.stats().accepted_tokens)
