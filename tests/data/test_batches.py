@@ -65,7 +65,8 @@ def test_one_file_may_hold_answers_of_all_kinds(tmp_path, tokenizer):
     later = {"prompt_ids": [5, 6, 7, 8, 9, 4], "token_ids": [3]}
     records = [{"messages": messages}, ids, {"messages": messages, "answers": [ids, later]}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    config = dataclasses.replace(CONFIG, train=(str(tmp_path / "a.jsonl"),), pack=False)
+    changes = {"train": (str(tmp_path / "a.jsonl"),), "pack": False, "rows_per_batch": 1}
+    config = dataclasses.replace(CONFIG, **changes)
     source, report = batches.load(config, tokenizer, len(tokenizer), "train")
     assert (report.kept, report.dropped, source.num_rows) == (3, {}, 3)
     rendered = chat.encode(tokenizer, messages, config.max_length).tokens_T.tolist()
@@ -169,7 +170,8 @@ def test_ids_are_kept_under_either_rule(talk_tokenizer, tmp_path, answers):
     ]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    config = dataclasses.replace(CONFIG, train=(str(path),), pack=False, answers=answers)
+    changes = {"train": (str(path),), "pack": False, "answers": answers, "rows_per_batch": 1}
+    config = dataclasses.replace(CONFIG, **changes)
     source, report = batches.load(config, talk_tokenizer, 512, "train")
     rows = source.rows
     assert rows.tokens_BT[0][rows.segment_BT[0] == 1].tolist() == [400, 3, 401, 2, 2, 511]

@@ -251,7 +251,7 @@ def test_flags_that_lead_nowhere_are_refused(flags, monkeypatch):
 
 
 def test_processes_must_agree(monkeypatch):
-    theirs = {"rate": 0.1, "rows": 7}
+    theirs = {"rate": "0.1", "rows": "7"}
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(processes, "is_first", lambda: False)
     monkeypatch.setattr(processes, "kv_get", lambda key: theirs)
