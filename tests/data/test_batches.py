@@ -179,7 +179,7 @@ def test_ids_are_kept_under_either_rule(talk_tokenizer, tmp_path, answers):
     found = [np.flatnonzero(row).tolist() for row in rows.response_BT]
     assert found == [[2, 3, 4, 5], [*range(2, 256)]]
     assert (report.kept, report.full) == (2, 1)
-    assert str(report).startswith("4 conversations, 2 dropped (1 x no answer within 256 tokens")
+    assert str(report).startswith("2 conversations, 2 dropped (1 x no answer within 256 tokens")
 
 
 def test_load_refuses(talk_tokenizer):
