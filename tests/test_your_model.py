@@ -13,18 +13,17 @@ from tests.meeting import free_port
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_lead_from_prompts_to_an_answer(tmp_path):
-    """With fewer conversations, tokens and steps; curl and bash are needed, as on the page."""
+    """With fewer conversations and tokens; curl and bash are needed, as on the page."""
     page = (ROOT / "train" / "your_model.md").read_text()
     script, _ = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     for ours, theirs in {
         "RUN=runs/mine": f"RUN={tmp_path}",
         "PORT=8000": f"PORT={free_port()}",
         "$PWD/.venv/bin": sys.exec_prefix + "/bin",
-        "head -n 32": "head -n 8",
-        "tail -n 8": "tail -n 2",
+        "head -n 32": "head -n 16",
+        "tail -n 8": "tail -n 4",
         "--output $RUN/answers.jsonl": "--output $RUN/answers.jsonl --max-new-tokens 48",
         "--output $RUN/validation.jsonl": "--output $RUN/validation.jsonl --max-new-tokens 48",
-        "--config configs/tiny.py": "--config configs/tiny.py --optim.total_steps 40",
         "--output $RUN/evaluation": "--output $RUN/evaluation --modes chain --max-new-tokens 32",
     }.items():
         assert script.count(ours) == 1, ours

@@ -148,7 +148,9 @@ def exit_now(code: int) -> NoReturn:
 
 def num_mappings() -> int:
     """Returns the number of memory mappings of this process; 0 without `/proc/self/maps`."""
-    return MAPPINGS.read_bytes().count(b"\n") if MAPPINGS.exists() else 0
+    with contextlib.suppress(OSError):  # also without a free file descriptor
+        return MAPPINGS.read_bytes().count(b"\n")
+    return 0
 
 
 def can_compile_more() -> bool:

@@ -449,9 +449,11 @@ class Engine:
         self._slots.forget(slots)
         try:
             self._pacing.record_dummy_run(name, length, self._batch.dummy_run(name, length, slots))
-        except Exception:
+        except Exception as error:
             self._pacing.dummy_runs.clear()  # none is tried again
-            raise
+            if self._batch.is_lost():
+                raise
+            log_failure(logging.getLogger(__name__), "a dummy run failed", error, LOWER_MEMORY)
         now = time.perf_counter()
         self._dummy_run_at = now + (now - begin) / BUDGET
         return True

@@ -12,7 +12,7 @@
 
 best     the shape with the most expected tokens per millisecond
 probe    if plain decoding is best: the shape with the most at the upper confidence bounds of its
-         acceptance rates; gains that were kept are given up, so that probes are paid by BUDGET
+         acceptance rates; kept gains pay for one round at most, so that BUDGET pays for probes
 
 Both run only for as many rounds as keep the debt below LIMIT if all drafts are rejected. Plain
 decoding then runs until one round of a probe is repaid. An engine chooses while the call before is
@@ -94,19 +94,25 @@ class DraftController:
         if NO_DRAFT not in costs:
             return ShapeChoice(shape, most)
         plain_ms = costs[NO_DRAFT]
-        if shape == NO_DRAFT:
+        limit_ms, is_probe = LIMIT * plain_ms, shape == NO_DRAFT
+        if is_probe:
             shape = max(costs, key=upper_speed)
-            self.debt_ms = max(self.debt_ms, 0.0)
-        loss_ms = costs[shape] - plain_ms  # of a round whose drafts are all rejected
-        left_ms = LIMIT * plain_ms - self.debt_ms - lag_ms
-        if loss_ms > 0:
+        loss_ms = max(costs[shape] - plain_ms, 0.0)  # of a round whose drafts are all rejected
+        lag_in_limit_ms = min(lag_ms, limit_ms / 2)  # otherwise a long lag would never be made up
+        if is_probe:  # plain rounds save for one round at most
+            self.debt_ms = max(self.debt_ms, min(0.0, limit_ms - loss_ms - lag_in_limit_ms))
+        left_ms = limit_ms - self.debt_ms - lag_in_limit_ms
+        if left_ms < loss_ms:
+            most = 0
+        elif loss_ms > 0:
             most = min(most, int(left_ms / loss_ms))
         # Plain decoding is measured now and then: a stored cost that is too high would hide a loss.
         if self._num_drafted >= ROUNDS / BUDGET:
             return ShapeChoice(NO_DRAFT, ROUNDS)
         if shape == NO_DRAFT or most < 1:  # plain rounds measure no acceptance
-            repaid = int((loss_ms - left_ms) / (BUDGET * plain_ms)) + 1 if loss_ms > 0 else WINDOW
-            return ShapeChoice(NO_DRAFT, min(learned, repaid, WINDOW))
+            repaid = int((loss_ms - left_ms) / (BUDGET * plain_ms)) + 1
+            repaid = WINDOW if shape == NO_DRAFT else min(repaid, WINDOW)
+            return ShapeChoice(NO_DRAFT, min(learned, repaid))
         self.debt_ms += lag_ms
         return ShapeChoice(shape, most)
 

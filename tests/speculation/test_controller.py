@@ -232,9 +232,27 @@ def test_drafts_pause_at_the_limit_and_go_on_when_a_round_is_repaid():
 
 def test_the_time_to_catch_up_is_a_debt():
     found = promising()
-    assert found.next(TWO, lag_ms=LIMIT) == (NO_DRAFT, 50) and found.debt_ms == 0.0
-    assert found.next(TWO, lag_ms=LIMIT / 2) == (CHAIN, 2)
-    assert found.debt_ms == LIMIT / 2
+    assert found.next(TWO, lag_ms=LIMIT / 4) == (CHAIN, 3)
+    assert found.debt_ms == LIMIT / 4
+    assert found.next(TWO, lag_ms=LIMIT / 2) == (CHAIN, 1)
+    assert found.next(TWO, lag_ms=LIMIT / 2)[0] == NO_DRAFT
+
+
+@pytest.mark.parametrize("lag", [0.0, 0.005, 0.01])
+def test_drafts_that_are_accepted_again_are_found_whatever_the_lag(lag):
+    """A drafter lags further behind with each plain round; a chain may cost more than LIMIT."""
+    for costs in (TWO, {NO_DRAFT: 1.0, DraftShape(8): 3.4}):
+        found, drafted, behind = DraftController(7), 0, 0.0
+        for accepted, most in ((0, 300), (7, 3000)):
+            done = 0
+            while done < most:
+                shape, rounds = found.next(costs, behind)
+                behind = behind + lag * rounds if shape == NO_DRAFT else 0.0
+                hits = [min(accepted, shape.levels - 1)] * rounds
+                found.observe(costs, shape, hits, rounds)
+                done += rounds
+                drafted += rounds * (accepted > 0 and shape != NO_DRAFT)
+        assert drafted > 1500
 
 
 def test_a_shape_that_cannot_win_is_never_tried():
