@@ -20,13 +20,8 @@ import numpy as np
 
 from moa_jax.config import DraftShape
 from moa_jax.decode.row_settings import joined
-from moa_jax.engine.device_ops import (
-    DecodeInput,
-    DecodeReport,
-    PrefillInput,
-    PrefillReport,
-    SlotState,
-)
+from moa_jax.engine import device_ops
+from moa_jax.engine.device_ops import DecodeInput, DecodeReport, PrefillInput, PrefillReport
 from moa_jax.engine.program_cache import GREEDY, ProgramCache, ProgramName
 from moa_jax.engine.requests import RequestOutput, RequestState
 from moa_jax.engine.scheduler import PrefillChunk
@@ -67,7 +62,7 @@ class DecodeBatch:
 
     def __init__(self, programs: ProgramCache) -> None:
         self.programs = programs
-        self._state: SlotState | None = None
+        self._state: device_ops.SlotState | None = None
 
     def reset(self) -> None:
         """Allocates an empty state, after freeing the old one: memory is planned for one state."""

@@ -65,25 +65,22 @@ class Pacing:
         timed = [each for each in programs.shapes(batch) if self.costs.ms(batch, each, length)]
         wanted = dict.fromkeys((shape, programs.plainest, *timed))
         own = [ProgramName("decode", batch, each, kind) for each in wanted]
-        missing = [each for each in own if each not in programs.ready]
-        if kind == LOGPROBS:  # few ask for these: only for one row and for all slots, when idle
-            missing = []
+        # Few ask for log-probabilities: only for one row and for all slots, when idle.
+        missing = [each for each in own if each not in programs.ready and kind != LOGPROBS]
         return Choice(name, min(rounds, most_rounds), costs, missing)
 
     def record(self, call: DecodeCall, outputs: Sequence[RowOutput], seconds: float) -> None:
         """Records the accepted drafts of a call, and the time of a round if the call was clean."""
         num_rounds = max(len(output.rounds) for output in outputs)
-        if not call.choice.costs or not num_rounds:
+        choice, (_, batch, shape, _) = call.choice, call.choice.name
+        if not choice.costs or not num_rounds:
             return
         accepted = []
         for output in outputs:  # a stop or the limit may truncate the last round of a row
             whole = output.rounds[: len(output.rounds) - output.is_done]
             accepted += [committed - 1 for committed, _ in whole]
-        _, batch, shape, _ = call.choice.name
         round_ms = 1e3 * seconds / num_rounds if call.is_clean else None
-        self._controller.observe(
-            call.choice.costs, shape, accepted, num_rounds, len(outputs), round_ms
-        )
+        self._controller.observe(choice.costs, shape, accepted, num_rounds, len(outputs), round_ms)
         if round_ms:
             self.costs.update(batch, shape, _longest(call.states), round_ms)
 

@@ -81,9 +81,7 @@ class ProgramCache:
         Logits, the scores that settings make of them, and noise are alive together; arrays that
         are no key-value caches are gathered into the batch.
         """
-        nodes = max(
-            batch * max(shape.num_rows for shape in self.shapes(batch)) for batch in self.buckets
-        )
+        nodes = max(batch * each.num_rows for batch in self.buckets for each in self.shapes(batch))
         parts = jax.tree.leaves(self.state_form, is_leaf=lambda part: isinstance(part, KV))
         gathered = sum(memory.num_bytes_of(part) for part in parts if not isinstance(part, KV))
         logits = 4 * self.session.target.config.vocab_size * nodes
