@@ -233,7 +233,7 @@ def test_a_full_disk_is_one_line(load, config, monkeypatch):
 # ---- processes ----------------------------------------------------------------------------
 
 
-def fate_of(number: int) -> int:
+def fate_of(number: int, shared: None) -> int:
     if number == 13:
         raise InputError("no luck")
     os._exit(1)
@@ -245,4 +245,4 @@ def fate_of(number: int) -> int:
 )
 def test_what_fails_in_a_process_is_named(item, fault):
     with pytest.raises(InputError, match=fault):
-        list(workers.ordered_map(fate_of, [item], workers=2))
+        list(workers.ordered_map(fate_of, [item], None, workers=2))
