@@ -56,7 +56,7 @@ NO_DATA = "no data; set MOA_DATA to its folder, or put it at ../shared/data"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with the most slow tests first, so that none of them is left for the end.
 
-    Workers take whole files; xdist keeps this order when told `--no-loadscope-reorder`.
+    Workers take whole files; xdist keeps this order with `--no-loadscope-reorder`.
     """
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])

@@ -480,7 +480,7 @@ class Engine:
         if self._batch.is_lost():
             lost = [*lost, *self._scheduler.running]
             self._call, self._chunks = None, []
-        self._failures_in_a_row += bool(lost)  # a failed dummy run harms nobody
+        self._failures_in_a_row += bool(lost)  # no request is lost by a failed dummy run
         self._counts["failures"] += bool(lost)
         for state in lost:
             self._finish(state, RequestOutput.of_failure(error))

@@ -81,7 +81,8 @@ def run_follower(programs: ProgramCache, leader: Connection) -> None:
             if arrays is None:
                 compiled[name] = compiler.submit(programs.compile, name)
                 continue
-            compiled[name].result()
+            if compiled[name].exception():  # jax may fail while another thread traces
+                programs.compile(name)
             leaves = [np.frombuffer(data, dtype).reshape(shape) for dtype, shape, data in arrays]
             structure = jax.tree.structure(programs.example(name))
             if name.kind == "empty":  # memory is planned for one state

@@ -76,7 +76,7 @@ def branches(text: str) -> list[str]:
 
 
 def widened(text: str) -> list[tuple[str, int]]:
-    """What a loop makes that is as large as half the smallest matrix: no activations, no caches."""
+    """Results in a loop as large as half the smallest matrix: no activations, no caches."""
     made = [each for _, each, _, in_loop in executed(parse(text)) if in_loop]
     smallest = LLAMA.block.hidden_size**2  # bytes of a matrix of eight bits
     skipped = FREE | FOLLOWED

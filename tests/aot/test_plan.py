@@ -1,4 +1,4 @@
-"""What programs cost: FLOPs of training against a formula, the time of a round, machines."""
+"""Costs of programs: FLOPs of training against a formula, the time of a round, machines."""
 
 from __future__ import annotations
 

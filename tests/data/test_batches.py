@@ -160,7 +160,7 @@ def test_load_keeps_all_conversations(talk_tokenizer):
 
 @pytest.mark.parametrize("answers", ["turns", "reference"])
 def test_ids_are_kept_under_either_rule(talk_tokenizer, tmp_path, answers):
-    """Whatever the template would make of them."""
+    """The template does not change them."""
     ids = {"prompt_ids": [400, 3], "token_ids": [401, 2, 2, 511]}
     records = [
         ids,

@@ -280,7 +280,7 @@ def test_reference_needs_its_sentinel(tokenizer):
     "turns, wanted",
     [
         ("uaua", ["One<|end|>", "Three<|end|>"]),
-        ("suaua", ["Two<|end|>", "Four<|end|>"]),  # what stands before the first question
+        ("suaua", ["Two<|end|>", "Four<|end|>"]),  # the text before the first question
         ("saua", ["One<|end|>", "Three<|end|>"]),  # an answer before the first question
     ],
 )

@@ -197,7 +197,7 @@ def is_alive(leader: int) -> bool:
 
 
 def test_two_at_a_time_make_one_cache(load, config, monkeypatch):
-    """Where a file system has no locks, the second makes its own and discards it."""
+    """Without locks in the file system, the second build is made and discarded."""
     make, both = shards._make, threading.Barrier(2)
 
     def slow(*arguments):

@@ -277,7 +277,7 @@ def plain_session(pairs: TinyPairs, weights: str | None) -> Session:
 
 
 def plain_texts(name: str, case: Case, pairs: TinyPairs = TINY) -> list[list[int]]:
-    """What a session without a drafter writes on one device."""
+    """The texts of a session without a drafter on one device."""
     weights = next((word for word in ("int8", "fp8") if word in name), None)
     return [row.token_ids for row in rows_of(plain_session(pairs, weights), case.requests)]
 

@@ -1,4 +1,4 @@
-"""What holds for every kind of drafter: drafting as trained, files, training."""
+"""Properties of every kind of drafter: drafting as trained, files, training."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_a_run_that_fails_ends_the_group(monkeypatch):
 
 
 def test_processes_meet_by_a_key(monkeypatch, caplog):
-    """What other strangers may do is in tests/model/test_rendezvous.py."""
+    """Other connections of strangers are in tests/model/test_rendezvous.py."""
     word = queue.Queue()
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(processes, "index", lambda: 1)

@@ -22,20 +22,22 @@ def test_programs_say_on_a_mesh_what_one_device_says(talkative, tmp_path):
     command = [sys.executable, "-m", "tests.infer.mesh_run", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
-    told = json.loads(done.stdout)
-    assert [code for code, *_ in told.values()] == [0, 0, 0], told
+    done_by_name = json.loads(done.stdout)
+    assert [code for code, *_ in done_by_name.values()] == [0, 0, 0], done_by_name
     session = Session(load_target(talkative / "target", jnp.float32))
     plain = lambda prompt: session.generate([prompt], 9, [])[0].token_ids
 
-    found = json.loads(told["bench"][1])
+    found = json.loads(done_by_name["bench"][1])
     assert found["settings"]["mesh"] == {"tensor": 2}
     assert [row["same_as_plain"] for row in found["modes"]] == [1, 1]
     assert found["weights_cost"]["tokens"] > 2 and 0 < found["weights_cost"]["mean_kl"] < 0.1
-    assert "--mesh: phases are measured on one device alone, and left out" in told["bench"][2]
+    assert (
+        "--mesh: phases are measured on one device alone, and left out" in done_by_name["bench"][2]
+    )
 
     (row,) = map(json.loads, (tmp_path / "new.jsonl").read_text().splitlines())
     assert row["token_ids"] == plain(row["prompt_ids"])
 
-    _, document = told["server"][1].splitlines()  # the first says where the server listens
+    _, document = done_by_name["server"][1].splitlines()  # the first line has the server's address
     (row,) = json.loads(document)["results"]
     assert row["token_ids"] == plain([int(part) for part in PROMPT.split(",")])

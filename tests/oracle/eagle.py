@@ -32,7 +32,7 @@ class Reads(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What shapes of weights do not say."""
+    """Settings that the shapes of weights do not determine."""
 
     head_dim: int
     eps: float

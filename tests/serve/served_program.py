@@ -186,7 +186,7 @@ def assert_right(ask: Ask, found: tuple[str, str]) -> None:
 
 
 def answers_at_once(served: ServedProgram, asks: list[Ask], clients: int = 32) -> list[Any]:
-    """What so many clients hear, who ask one thing after the other; all of it is right."""
+    """The answers of so many clients, each with one request after the other; all are right."""
     found: list[Any] = [None] * len(asks)
 
     def one(number: int) -> None:
@@ -202,7 +202,7 @@ def answers_at_once(served: ServedProgram, asks: list[Ask], clients: int = 32) -
 
 
 def assert_left(asks: list[Ask], found: list[Any]) -> None:
-    """Who stays hears an end; of those who leave few do, where all came in one event or two."""
+    """Clients that stay get an end; of those that leave few do, if an answer is few events."""
     ended = {stays: [] for stays in (True, False)}
     for ask, each in zip(asks, found, strict=True):
         ended[ask.leaves_after is None].append(bool(each[1]))

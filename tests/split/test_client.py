@@ -194,7 +194,7 @@ def test_disconnect_program_says_it_and_exits_with_0(policy, ask, server, pair, 
 
 @pytest.mark.slow
 def test_split_client_knows_certificates(ask, server, tmp_path):
-    """One that nobody signed, and the right one."""
+    """A certificate without a signature, and the right one."""
     cert, key = certificate(tmp_path)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(cert, key)

@@ -151,5 +151,5 @@ def test_bad_flags_are_one_line(run, folder, monkeypatch, program, flags, line):
     monkeypatch.setattr(decoding, "plan", None)  # nothing is compiled before flags are read
     done = run(program, *shlex.split(flags.replace("TMP", str(folder))))
     said = done.refusal().replace(str(folder), "TMP")
-    name, _, told = said.partition(": ")
-    assert (name.split()[0], done.out) == (program, "") and told.startswith(line) and "; " in told
+    name, _, notes = said.partition(": ")
+    assert (name.split()[0], done.out) == (program, "") and notes.startswith(line) and "; " in notes

@@ -85,11 +85,11 @@ def test_messages_come_before_a_rendered_text(data_lines, tmp_path):
     """The text has no mark of an answer and no end of a turn."""
     text = {"text": "### user: Hi there\n### assistant: Hello!"}
     mixed = [{"messages": HELLO}, {"messages": HELLO} | text, {"messages": HELLO} | text]
-    line, told = data_lines(write(tmp_path / "a.jsonl", *mixed))
+    line, notes = data_lines(write(tmp_path / "a.jsonl", *mixed))
     found = re.match(r"data: 3 .*?, 0 dropped.*, (\d+) tokens, (\d+) of them", line)
     tokens, answers = map(int, found.groups())
     assert tokens % 3 == answers % 3 == 0 and answers < tokens
-    assert "`text` (2)" in told and "3 records" in told
+    assert "`text` (2)" in notes and "3 records" in notes
 
 
 def test_a_null_key_is_absent(answers_of, tmp_path):
@@ -101,9 +101,9 @@ def test_a_null_key_is_absent(answers_of, tmp_path):
         {"messages": [{"from": None, "value": None} | message for message in HELLO]},
         b'{"instruction": "Hi there", "input": NaN, "output": "Hello!", "source": NaN}',
     ]
-    answered, told = answers_of(write(tmp_path / "a.jsonl", *records))
+    answered, notes = answers_of(write(tmp_path / "a.jsonl", *records))
     assert [record["messages"][0] for record in answered] == [HELLO[0]] * 4
-    assert "left out" not in told and "not read" not in told
+    assert "left out" not in notes and "not read" not in notes
 
 
 def test_a_greeting_before_the_first_question_is_kept(answers_of, tmp_path):
@@ -124,12 +124,12 @@ def test_a_system_text_beside_the_messages_is_in_the_prompt(prompts_of, tmp_path
         {"prompt": "Hi there", "system_prompt": "Be brief."},
         {"messages": [SYSTEM, *HELLO], "system": "Be loud."},
     ]
-    prompts, told = prompts_of(write(tmp_path / "a.jsonl", *records))
+    prompts, notes = prompts_of(write(tmp_path / "a.jsonl", *records))
     assert len(prompts) == 6 and all(prompt == prompts[0] for prompt in prompts)
     text = load_tokenizer(TARGET).decode(prompts[0])
     assert "Be brief." in text and text.endswith("<|assistant|>")
-    assert "keys that are not read, in 6 records: `system` (1)" in told
-    assert "5 of 6 prompts end before the last answer" in told
+    assert "keys that are not read, in 6 records: `system` (1)" in notes
+    assert "5 of 6 prompts end before the last answer" in notes
 
 
 def test_content_in_parts_is_its_text(prompts_of, answers_of, run, tmp_path):
@@ -153,8 +153,8 @@ def test_rows_that_lack_what_was_decoded_are_counted(data_lines, tmp_path):
     path = target / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": R1}))
     records = [{"messages": TALK}] * 3 + [{"prompt_ids": [1, 9], "token_ids": [7, 4]}]
-    *_, told = data_lines(write(tmp_path / "a.jsonl", *records), "--target", target)
-    assert told.startswith("3 of 4 rows (75%)") and "chat template" in told
+    *_, notes = data_lines(write(tmp_path / "a.jsonl", *records), "--target", target)
+    assert notes.startswith("3 of 4 rows (75%)") and "chat template" in notes
 
 
 def test_ids_of_another_tokenizer_are_counted(data_lines, tmp_path):
@@ -163,8 +163,8 @@ def test_ids_of_another_tokenizer_are_counted(data_lines, tmp_path):
     ids = tokenizer("Hello!<|end|>", add_special_tokens=False)["input_ids"]
     answers = [{"prompt_ids": [1, 9], "token_ids": each} for each in (ids, [7, *ids])]
     records = [{"messages": HELLO, "answers": [each]} for each in answers]
-    *_, told = data_lines(write(tmp_path / "a.jsonl", *records, {"messages": HELLO}))
-    assert told.startswith("1 of 3 rows (33%) hold token ids that decode to another text")
+    *_, notes = data_lines(write(tmp_path / "a.jsonl", *records, {"messages": HELLO}))
+    assert notes.startswith("1 of 3 rows (33%) hold token ids that decode to another text")
 
 
 # ---- one bad record -------------------------------------------------------------------------
@@ -194,9 +194,9 @@ GOOD = {"messages": [HELLO[0]]}
 def test_one_bad_record_ends_no_regeneration(answers_of, wide, tmp_path):
     """Each is left out and counted, with the place of the first."""
     file = write(tmp_path / "a.jsonl", *(line for bad in BAD for line in (GOOD, bad)))
-    records, told = answers_of(file, wide)
+    records, notes = answers_of(file, wide)
     assert len(records) == len(BAD)
-    left_out = [line for line in told.splitlines() if " left out: " in line]
+    left_out = [line for line in notes.splitlines() if " left out: " in line]
     assert sum(int(line.split()[0]) for line in left_out) == len(BAD)
     new = "1 of 12 conversations left out: ids outside the vocabulary"
     assert any(line.startswith(new) and f"{file} line 2)" in line for line in left_out)
