@@ -40,7 +40,9 @@ Array = jax.Array
 
 LONG = 512  # minimum cache rows for which a CPU reads only the used part of a batch's caches
 MANY = 32  # minimum tokens for which a CPU does so for one sequence: a prompt chunk, few trees
-BLOCK = 256  # rows of a slot that a CPU reads at a time: a few hundred KiB, as its cache has
+# Rows of a slot that a CPU reads at a time. A step of a small block costs as much as reading it, and
+# a large block alone would read far more rows than a short sequence has.
+BLOCKS = (1024, 256)
 QUERY_CHUNK = 512  # query tokens whose attention scores are stored at a time
 INTERVALS = "scores_of_intervals_"  # prefix of a named scope, before a number of parts: `flops.py`
 
@@ -247,6 +249,9 @@ def _as_far_as_used(q_BKGTE: Array, kv: KV, mask_BTS: Array, used_B: Array) -> A
 def _attend_slots(q_BKGTE: Array, past: SlotKV, mask_BTS: Array, used_B: Array) -> Array:
     """Attention to the rows of slots: on a CPU block by block, up to the last used row of each.
 
+    used rows   x x x x x x x x x x x x x x x x x x . .
+    blocks      |    1024 rows    | 256 | 256 |           whole large ones, then small ones
+
     Blocks fit into a CPU's cache, so a row is read once from memory, and a pass costs what its
     sequences use. Partial results are joined as in flash-attention (2205.14135).
     """
@@ -256,13 +261,15 @@ def _attend_slots(q_BKGTE: Array, past: SlotKV, mask_BTS: Array, used_B: Array) 
         k_BKSE, v_BKSE = (leaf[past.slot_B] for leaf in past.kv)
         is_used_BS = jnp.arange(S) < used_B[:, None]
         return attend(q_BKGTE, KV(k_BKSE, _or_zero(is_used_BS[:, None], v_BKSE)), mask_BTS)
-    size = min(BLOCK, S)
+    sizes = [size for size in BLOCKS if size <= S] or [S]
     mask_BTS = jnp.broadcast_to(mask_BTS, (B, T, S))
 
     def attend_one(b: Array | int) -> Array:
         q_KXE = q_BKGTE[b].reshape(K, G * T, E)
 
-        def see(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def see(
+            size: int, block: Array, state: tuple[Array, Array, Array]
+        ) -> tuple[Array, Array, Array]:
             best_KX, total_KX, mixed_KXE = state
             first = jnp.minimum(block * size, S - size)  # the last block goes back
             start = (past.slot_B[b], 0, first, 0)
@@ -290,8 +297,13 @@ def _attend_slots(q_BKGTE: Array, past: SlotKV, mask_BTS: Array, used_B: Array) 
 
         least_KX = jnp.full((K, G * T), jnp.finfo(jnp.float32).min)  # not -inf: no row may be seen
         state = (least_KX, jnp.zeros_like(least_KX), jnp.zeros((K, G * T, E)))
-        blocks = (used_B[b] + size - 1) // size
-        _, total_KX, mixed_KXE = lax.fori_loop(0, blocks, see, state)
+        begin = 0  # the rows before are read
+        for size in sizes:
+            missing = size - 1 if size == sizes[-1] else 0  # the last block may be unfinished
+            last = (used_B[b] + missing) // size
+            state = lax.fori_loop(begin // size, last, functools.partial(see, size), state)
+            begin = last * size
+        _, total_KX, mixed_KXE = state
         mixed_KXE /= jnp.maximum(total_KX, jnp.finfo(jnp.float32).tiny)[..., None]
         return mixed_KXE.astype(q_BKGTE.dtype).reshape(K, G, T, E)
 

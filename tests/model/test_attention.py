@@ -57,6 +57,7 @@ CASES = {
     "hidden-row": ([1, 129], (2, 2, 1, 5, 64), 256, 5, 1),
     "memory": ([5, 256, 1], (3, 2, 4, 8, 64), 256, 0, 0),
     "full": ([379], (1, 2, 2, 5, 128), 384, 5, 0),
+    "long": ([1300, 1021, 60], (3, 1, 2, 3, 64), 1408, 3, 0),
     "halves-of-small-heads": ([100], (1, 2, 2, 3, 32), 128, 3, 0),
 }
 
@@ -112,7 +113,7 @@ def test_a_cpu_reads_of_long_caches_what_texts_have_come_to(T, X, first, dtype, 
     assert np.isnan(np.float32(written.k_BKSE[:, :, read:])).all()
 
 
-@pytest.mark.parametrize("case", ["plain", "level-of-a-draft", "hidden-row", "memory"])
+@pytest.mark.parametrize("case", ["plain", "level-of-a-draft", "hidden-row", "memory", "long"])
 @pytest.mark.parametrize("kernel", [*KERNELS, "einsum"])
 def test_sequences_use_their_slots_alone(case, kernel):
     """Any slots in any order: as caches of their own, in place, and beside rows of NaN."""
