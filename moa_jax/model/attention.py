@@ -40,8 +40,8 @@ Array = jax.Array
 
 LONG = 512  # minimum cache rows for which a CPU reads only the used part of a batch's caches
 MANY = 32  # minimum tokens for which a CPU does so for one sequence: a prompt chunk, few trees
-# Rows of a slot that a CPU reads at a time. A step of a small block costs as much as reading it, and
-# a large block alone would read far more rows than a short sequence has.
+# Rows of a slot that a CPU reads at a time: the overhead of a small block equals the time to read
+# it, and large blocks alone would read far more rows than a short sequence has.
 BLOCKS = (1024, 256)
 QUERY_CHUNK = 512  # query tokens whose attention scores are stored at a time
 INTERVALS = "scores_of_intervals_"  # prefix of a named scope, before a number of parts: `flops.py`
