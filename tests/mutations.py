@@ -11,7 +11,9 @@ one line per break and exits with 1 unless all are caught.
 
 from __future__ import annotations
 
+import functools
 import os
+import resource
 import shlex
 import shutil
 import subprocess
@@ -23,6 +25,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300  # per selection; a break that makes tests hang is caught
+BYTES = 10 * 1024**3  # that a test process may allocate; a break that makes tests grow is caught
 FAILED, HANGS = 1, -1  # pytest's exit status for failed tests, and that of a run out of time
 
 
@@ -58,8 +61,10 @@ def run_python(tree: Path, *arguments: str) -> int:
     """Returns the exit status of Python in the copied tree, or HANGS."""
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(ROOT / ".jax_cache")
     own = {"JAX_COMPILATION_CACHE_DIR": cache, "PYTHONDONTWRITEBYTECODE": "1"}
-    command, quiet = [sys.executable, *arguments], subprocess.DEVNULL
-    with subprocess.Popen(command, cwd=tree, env=os.environ | own, stdout=quiet, stderr=quiet) as p:
+    quiet = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_DATA, (BYTES, BYTES))
+    command = [sys.executable, *arguments]
+    with subprocess.Popen(command, cwd=tree, env=os.environ | own, preexec_fn=limit, **quiet) as p:
         try:
             return p.wait(SECONDS)
         except subprocess.TimeoutExpired:
@@ -86,7 +91,7 @@ def outcome(tree: Path, mutation: Mutation) -> str:
         status = run_tests(tree, mutation.tests)
     finally:
         path.write_text(source, "utf-8")
-    if status in (FAILED, HANGS):
+    if status == FAILED or status < 0:  # below 0: HANGS, or ended by a signal
         return "caught"
     return "SURVIVED" if status == 0 else f"does not apply: pytest exits with {status}"
 

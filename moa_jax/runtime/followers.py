@@ -25,6 +25,7 @@ from moa_jax.runtime import multihost, rendezvous
 KEY = "followers"  # under which process 0 publishes its port and the secret
 GREETING_TIMEOUT_S = rendezvous.GREETING_TIMEOUT_S
 END = b""  # the last message
+STUCK_S = 3.0  # for a message to a follower that reads no more, until `close` gives up
 
 
 class LeaderDied(ConnectionError):
@@ -60,9 +61,11 @@ class Followers:
             self._end(line, lost)
 
     def close(self) -> None:
-        """Sends the last message."""
+        """Sends the last message, unless a message before is stuck."""
         self._closing = True
-        self.broadcast(END)
+        if self._lock.acquire(timeout=STUCK_S):
+            self._lock.release()
+            self.broadcast(END)
 
     def wait(self, seconds: float) -> None:
         """Waits until each follower has exited, at most `seconds` for each."""

@@ -1,7 +1,8 @@
 """Milliseconds of a round by batch, draft shape and cache length, stored once per machine.
 
     {"key": {"device_kind": "NVIDIA H200", "dtype": "bfloat16", "weights": null, "cores": 16,
-             "pair": "5be1...", "jax": "0.10.2", "jaxlib": "0.10.2", "driver": "PJRT ... cuda 13"},
+             "pair": "5be1...", "moa_jax": "0.1.0", "jax": "0.10.2", "jaxlib": "0.10.2",
+             "driver": "PJRT ... cuda 13"},
      "costs": [{"batch": 1, "depth": 5, "breadth": 1, "total_tokens": null, "paths": [],
                 "length": 128, "ms": 4.3}]}
 
@@ -31,6 +32,7 @@ from moa_jax.config import DrafterConfig, DraftShape, TargetConfig
 from moa_jax.errors import InputError
 from moa_jax.files.model_folder import json_hash
 from moa_jax.files.whole_files import read_json, write_json
+from moa_jax.version import __version__
 
 # Weight of a step in the moving geometric mean: a machine that changes is followed within two
 # dozen steps, and one step that is stalled tenfold changes a cost by 15 percent. Shapes that do not
@@ -47,6 +49,7 @@ class CostKey(NamedTuple):
     pair: str  # from `pair_hash`
     cores: int  # that the process may use
     program: str = "session"  # or "engine", whose programs take longer
+    moa_jax: str = __version__
     jax: str = jax.__version__
     jaxlib: str = jaxlib.__version__
     driver: str = ""  # `platform_version` of the device's client

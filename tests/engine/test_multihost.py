@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import queue
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Client
@@ -70,6 +71,20 @@ def test_both_sides_notice_that_the_other_has_died():
     ours.close()
     with pytest.raises(LeaderDied, match="process 0 has died"):
         run_follower(None, theirs)
+
+
+def test_closing_does_not_wait_for_a_stuck_message(monkeypatch):
+    monkeypatch.setattr("moa_jax.runtime.followers.STUCK_S", 0.05)
+    ours, theirs = Pipe()
+    followers = Followers({1: ours}, lambda *reason: None)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(followers.broadcast, bytes(1 << 24))  # nobody reads it yet
+        while not followers._lock.locked():
+            time.sleep(0.001)
+        followers.close()
+        assert not sending.done()
+        theirs.recv_bytes()
+        sending.result(60)
 
 
 def test_a_run_that_fails_ends_the_group(monkeypatch):

@@ -28,7 +28,7 @@ import httpx
 from infer.bench.candidates import PLAIN
 from infer.bench.drawing import check_plots
 from infer.bench.serving import clients, results
-from infer.bench.serving.servers import PROGRAMS, Server, parse, serving, summarise_counters
+from infer.bench.serving.servers import Server, parse, serving, summarise_counters
 from infer.cli.documents import until_cut
 from infer.cli.flags.mesh import add_mesh_flag, as_flag
 from infer.cli.flags.pair import AUTO, EXPLICIT, add_model_flags, drafter_options
@@ -43,7 +43,6 @@ from moa_jax.measure.turns import rotated
 Played = tuple[list[clients.RequestOutcome], Counter[str]]
 MODES = (*EXPLICIT, AUTO)
 WARMING = 1_000_000  # index of the first warm-up request
-MOST_WARMINGS = 24  # passes of one size
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,18 +88,14 @@ async def measure(
 
 
 async def _warm_up(server: Server, args: argparse.Namespace, questions: list[str]) -> None:
-    """Sends 1, 2, 4 ... requests at once, each number until a pass compiles nothing."""
+    """Waits until an idle server has compiled its programs, then sends a few requests."""
     print(f"{server.mode}: warming up", file=sys.stderr)
-    begin = WARMING
-    for count in (*(1 << power for power in range(args.slots.bit_length())), 2 * args.slots):
-        for _ in range(MOST_WARMINGS):
-            batch = clients.requests_of(args, questions, begin, count)
-            outcomes, grown = await _play(server, batch, [0.0] * count)
-            if errors := [each.error for each in outcomes if each.error]:
-                raise InputError(f"{server.child.name} does not answer: {errors[0]}")
-            begin += count
-            if not grown[PROGRAMS]:
-                break
+    server.settle()
+    batch = clients.requests_of(args, questions, WARMING, 1 + 2 * args.slots)
+    for part in (batch[:1], batch[1:]):
+        outcomes, _ = await _play(server, part, [0.0] * len(part))
+        if errors := [each.error for each in outcomes if each.error]:
+            raise InputError(f"{server.child.name} does not answer: {errors[0]}")
 
 
 async def _play(server: Server, batch: Sequence[dict[str, Any]], times: Sequence[float]) -> Played:

@@ -17,7 +17,7 @@ from infer.server_process import Child
 
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # share of a GPU, which all servers use
 IDLE_CPU, SAMPLE_SECONDS = 0.05, 0.5  # share of one core, averaging time
-SETTLE_SECONDS = 180.0  # for background compiles
+SETTLE_SECONDS = 900.0  # to compile and time all programs
 PROGRAMS = "moa:programs_total"
 
 
