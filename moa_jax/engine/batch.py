@@ -127,7 +127,7 @@ class DecodeBatch:
     def dummy_run(self, name: ProgramName, length: int, slots: Sequence[int]) -> float:
         """Runs a program on free slots, which lose their tokens, after `length` tokens.
 
-        Returns the seconds of a round, or of a token.
+        Returns the seconds of a round, or of the whole program.
         """
         for slot in slots:
             if name.kind == "catch_up":
@@ -137,7 +137,7 @@ class DecodeBatch:
         begin = time.perf_counter()
         report = self._run(name, *self.programs.example(name, slots))
         jax.block_until_ready((self._state, report))
-        seconds, count = time.perf_counter() - begin, name.size
+        seconds, count = time.perf_counter() - begin, 1
         if name.kind == "decode":
             count = int((jax.device_get(report.counts_B2R)[:, 0] > 0).sum(axis=1).max())
         return seconds / count

@@ -17,6 +17,8 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from moa_jax.decode.programs import bucket_for
 from moa_jax.engine.batch import Choice, DecodeCall, RowOutput
 from moa_jax.engine.program_cache import GREEDY, LOGPROBS, ProgramCache, ProgramName
@@ -37,7 +39,7 @@ class Pacing:
         self._programs, session = programs, programs.session
         self._controller, self.costs = session.controller, session.costs
         self._on_calibrated = on_calibrated
-        self.catch_up_ms = 0.0  # per token
+        self._catch_up_ms = {0: 0.0}  # by number of tokens
         self.dummy_runs: deque[tuple[ProgramName, int]] = deque()  # programs and cache lengths
         self._seconds: dict[tuple[ProgramName, int], list[float]] = {}  # of dummy runs so far
         self._stood_in: set[int] = set()  # batches whose stand-in is logged
@@ -53,8 +55,11 @@ class Pacing:
                 if name and (ms := self.costs.ms(name.size, each, length)):
                     costs[each] = ms
             if shape in costs:
-                lag_ms = self.catch_up_ms * sum(state.num_plain for state in states)
+                lags, times = [state.num_plain for state in states], self._catch_up_ms
+                lag_ms = float(np.interp(lags, [*times], [*times.values()]).sum())
                 shape, rounds = self._controller.next(costs, lag_ms)
+                # As long as a plain call, so that drafts delay no request that arrives.
+                most_rounds = max(1, int(most_rounds * costs[programs.plainest] / costs[shape]))
             else:  # drafts are judged by plain decoding
                 costs = {}
         name = programs.decode_name(count, shape, kind)
@@ -75,10 +80,9 @@ class Pacing:
         choice, (_, batch, shape, _) = call.choice, call.choice.name
         if not choice.costs or not num_rounds:
             return
-        accepted = []
-        for output in outputs:  # a stop or the limit may truncate the last round of a row
-            whole = output.rounds[: len(output.rounds) - output.is_done]
-            accepted += [committed - 1 for committed, _ in whole]
+        # A stop or the limit may truncate the last round of a row.
+        whole = [output.rounds[: len(output.rounds) - output.is_done] for output in outputs]
+        accepted = [committed - 1 for rounds in whole for committed, _ in rounds]
         round_ms = 1e3 * seconds / num_rounds if call.is_clean else None
         self._controller.observe(choice.costs, shape, accepted, num_rounds, len(outputs), round_ms)
         if round_ms:
@@ -95,14 +99,14 @@ class Pacing:
         self.dummy_runs += (1 + TURNS) * timed
 
     def record_dummy_run(self, name: ProgramName, length: int, seconds: float) -> None:
-        """Records the time of a round or token, and the cost after the last dummy run."""
+        """Records the time of a round or pass, and the cost after the last dummy run."""
         times = self._seconds.setdefault((name, length), [])
         times.append(seconds)
         if len(times) <= TURNS:
             return
         ms = 1e3 * statistics.median(times[1:])
         if name.kind == "catch_up":
-            self.catch_up_ms = ms
+            self._catch_up_ms[length] = ms
         else:
             self.costs.put(name.size, name.shape, length, ms)
             self._on_calibrated(self.costs)
@@ -118,7 +122,7 @@ class Pacing:
         if self._controller is None or name.kind not in ("catch_up", "decode"):
             return []
         if name.kind == "catch_up":
-            return [name.size]
+            return [*self.lengths()]
         greedy = name._replace(rows=GREEDY)
         if name.rows == LOGPROBS or (name != greedy and greedy in self._programs.ready):
             return []

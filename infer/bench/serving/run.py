@@ -88,9 +88,8 @@ async def measure(
 
 
 async def _warm_up(server: Server, args: argparse.Namespace, questions: list[str]) -> None:
-    """Waits until an idle server has compiled its programs, then sends a few requests."""
+    """Sends one request, then twice as many as there are slots."""
     print(f"{server.mode}: warming up", file=sys.stderr)
-    server.settle()
     batch = clients.requests_of(args, questions, WARMING, 1 + 2 * args.slots)
     for part in (batch[:1], batch[1:]):
         outcomes, _ = await _play(server, part, [0.0] * len(part))

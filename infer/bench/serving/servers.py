@@ -40,9 +40,11 @@ class Server(NamedTuple):
 
 @contextlib.contextmanager
 def serving(variants: Mapping[str, Sequence[str]]) -> Iterator[list[Server]]:
-    """Starts the servers of all modes, with their flags, at once.
+    """Starts the servers of all modes, with their flags, one after the other.
 
-    Raises InputError with the last output line of a server that cannot start.
+    A server compiles and times its programs before the next one starts, since costs that are
+    measured beside a compiler are too high. Raises InputError with the last output line of a server
+    that cannot start.
     """
     share = f"{0.9 / len(variants):.3f}"
     env = {MEMORY_FRACTION: os.environ.get(MEMORY_FRACTION, share)}
@@ -50,12 +52,13 @@ def serving(variants: Mapping[str, Sequence[str]]) -> Iterator[list[Server]]:
     more = ["--max-queue", str(1 << 20), "--drain-seconds", "1", "--prefix-bytes", "0"]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moa-serving-")))
-        start = lambda mode, flags: Child("infer.serve", flags, folder / mode, env=env, of=mode)
-        children = [start(mode, [*flags, *more]) for mode, flags in variants.items()]
-        for child in children:
-            stack.enter_context(child)
-        urls = [child.ready()["url"].removesuffix("/v1") for child in children]
-        yield list(map(Server, variants, urls, children))
+        servers = []
+        for mode, flags in variants.items():
+            child = Child("infer.serve", [*flags, *more], folder / mode, env=env, of=mode)
+            url = stack.enter_context(child).ready()["url"].removesuffix("/v1")
+            servers.append(Server(mode, url, child))
+            servers[-1].settle()
+        yield servers
 
 
 def parse(text: str) -> Counter[str]:
