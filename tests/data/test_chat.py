@@ -1,4 +1,4 @@
-"""Which tokens are answers, under templates of many kinds, and the paper's own rule."""
+"""Templates of many kinds, and the paper's own rule, mark the answer tokens."""
 
 import json
 import random
@@ -88,7 +88,7 @@ def conversation(seed: int, system: bool = True) -> list[chat.Message]:
 
 
 def answers_in(tokenizer, example: chat.Example) -> list[str]:
-    """The text of each run of response tokens."""
+    """Returns the text of each run of response tokens."""
     edges = np.diff(np.concatenate([[0], example.response_T.astype(int), [0]]))
     runs = zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True)
     return [tokenizer.decode(example.tokens_T[begin:end]) for begin, end in runs]
@@ -261,7 +261,7 @@ def test_ids_come_before_messages(tokenizer, record, wanted):
 @pytest.mark.parametrize("ids", [[10], [-1], [1 << 40], [8.0], ["8"], [True], [[8]], "8", 8])
 @pytest.mark.parametrize("name", ["prompt_ids", "token_ids"])
 def test_what_is_no_list_of_known_ids_is_refused(name, ids):
-    """Wherever it stands, behind the cut too."""
+    """An invalid id is refused at any position, also after the cut."""
     ids = [1, 2, 3, *ids] if isinstance(ids, list) else ids
     with pytest.raises(InputError, match="ids outside the vocabulary of 10; use the target's own"):
         chat.encode_ids([IDS | {name: ids}], 10, 3)

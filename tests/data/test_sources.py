@@ -1,4 +1,4 @@
-"""Records from every kind of place, and one clear line for what cannot be read."""
+"""Records are read from every kind of place; unreadable ones raise an error of one line."""
 
 import functools
 import gzip

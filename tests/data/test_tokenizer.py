@@ -1,4 +1,4 @@
-"""The tokenizer that we train: exact round trips, its chat template, and its folder."""
+"""The trained tokenizer has exact round trips, a chat template and a folder."""
 
 import json
 import types
@@ -77,7 +77,7 @@ def test_an_interrupted_training_leaves_nothing(tmp_path):
 
 
 def test_pretraining_reads_all_text_that_there_is(tmp_path):
-    """Plain text as well as messages, prompts alone too; a bad record is skipped."""
+    """Pretraining reads plain text, messages and prompts alone; a bad record is skipped."""
     records = [
         {"text": "coffee " * 50},
         {"nothing": 1},

@@ -1,4 +1,4 @@
-"""Draft vocabularies: EAGLE-3's files, what is refused, the ranking, and the program."""
+"""Draft vocabularies: EAGLE-3's files, refused files, the token ranking, and the program."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ T2D = np.array([0, 1, 0, 0, 1, 1, 0, 0], bool)
 
 @pytest.fixture
 def target(tmp_path) -> Target:
-    """A target of 8 tokens, without weights; its folder holds a stand-in for a tokenizer."""
+    """Returns a target of 8 tokens, without weights; its folder holds a fake tokenizer."""
     folder = tmp_path / "target"
     folder.mkdir()
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
@@ -129,7 +129,7 @@ def test_another_tokenizer_is_refused_where_both_are_known(load, target):
 
 
 def ranked(size: int, always: tuple[int, ...] = ()) -> list[int]:
-    """Of 8 tokens: 6 occurs three times, 7 and 2 twice, 3 and 1 once, the others never."""
+    """Ranks 8 tokens: 6 occurs three times, 7 and 2 twice, 3 and 1 once, the others never."""
     count_V = count_tokens([[7, 2, 6, 3], [], [6, 2, 1, 7, 6]], 8)
     ids = most_frequent(count_V, size, always)
     assert ids.dtype == np.int32
@@ -165,7 +165,7 @@ def write(path: Path, *records: dict) -> Path:
 
 
 def counted_answers(limit: int) -> Counter[int]:
-    """Tokens of the answers' texts and end marks, without the code that finds answers."""
+    """Counts the tokens of answers and their end marks, without the code under test."""
     tokenizer = load_tokenizer(DEMO)
     records = list(sources.read(str(CONVERSATIONS)))[:limit]
     answers = [

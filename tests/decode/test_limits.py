@@ -1,4 +1,4 @@
-"""What fits behind a prompt is what `check` takes, for every length."""
+"""The limits computed for a prompt are the limits that `check` accepts, for every length."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_the_line_says_what_is_needed():
 
 
 def test_rows_double_up_to_the_positions():
-    """A cache has rows for all that fits, and none that no token could use."""
+    """A cache has a row for every token that fits, and no row that is never used."""
     room = CacheLimits(1000, draft_rows=5)
     assert [room.rows_for(count) for count in (1, 123, 124, 251, 500)] == [128, 128, 256, 256, 512]
     assert [room.rows_for(count) for count in (508, 1000)] == [1024, 1024]

@@ -1,6 +1,6 @@
-"""Whole programs that sample: their texts have the target's law, or are plain decoding's.
+"""Sampled texts of whole programs have the target's distribution, or equal plain decoding's.
 
-tables        tables of logits stand in place of the models' layers
+tables        tables of logits replace the models' layers
 a pair        a small random pair
 """
 
@@ -49,7 +49,7 @@ MIXED = [
 
 
 def table_drafter(logits_VV) -> Drafter:
-    """Drafts from logits that the last token alone decides."""
+    """Returns a drafter whose logits depend on the last token alone."""
 
     def propose(params, shared, cache, root_B, length_B, shape, guide):
         def level(cache, tokens_BW, ancestor_BWX, depth):
@@ -64,7 +64,7 @@ def table_drafter(logits_VV) -> Drafter:
 
 
 def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
-    """TOKENS tokens after token 0, for ROWS seeds of each setting, by the loop of rounds itself.
+    """Returns TOKENS tokens after token 0, for ROWS seeds of each setting, by the loop of rounds.
 
     `ids` is a draft vocabulary.
     """
@@ -96,7 +96,7 @@ def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
 
 
 def law_of_texts(prompt: list[int], row: Sampling, logits_of) -> dict[tuple, float]:
-    """The law of TOKENS tokens after the prompt, where `logits_of` texts gives one row for each."""
+    """Returns the distribution of TOKENS tokens after the prompt, by logits of each text."""
     law = {(): 1.0}
     for _ in range(TOKENS):
         logits_XV = logits_of([[*prompt, *text] for text in law])
@@ -114,7 +114,7 @@ def table_law(row: Sampling) -> dict[tuple, float]:
 
 
 def p_value(texts: np.ndarray, law: dict[tuple, float]) -> float:
-    """Chi-square of texts (rows) against their law; texts expected under 5 times are one."""
+    """Returns chi-square's p of texts (rows); texts that are expected under 5 times are joined."""
     assert abs(sum(law.values()) - 1) < 1e-9
     rows, counts = np.unique(texts, axis=0, return_counts=True)
     seen = {tuple(row): count for row, count in zip(rows.tolist(), counts, strict=True)}
@@ -141,7 +141,7 @@ STATIC = DraftShape.static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]], s
     ],
 )
 def test_texts_have_the_law_of_the_target(monkeypatch, shape, ids):
-    """Several rounds in all, so that noise of one round that returned in the next would show."""
+    """The text takes several rounds, so noise that is reused in the next round would be noticed."""
     for texts, row in zip(table_texts(monkeypatch, shape, MIXED, ids), MIXED, strict=True):
         assert p_value(texts, table_law(row)) > LEAST_P, row
 
@@ -192,7 +192,7 @@ class SampledPair:
         return Session(self.target, shape and self.drafter, shape)
 
     def logits_of(self, texts: list[list[int]]) -> np.ndarray:
-        """What the torch model gives after each text."""
+        """Returns the torch model's logits after each text."""
         return self.model(torch.tensor(texts)).logits[:, -1].numpy()
 
 
@@ -202,7 +202,7 @@ def pair(tmp_path_factory) -> SampledPair:
 
 
 def test_penalties_of_answers_equal_their_definition(pair):
-    """Token by token with torch's logits and numpy's law, sampled and greedy."""
+    """Compares each token with torch's logits and numpy's distribution, sampled and greedy."""
     for i in PENALISED_ROWS:
         found, expected = pair.results(CHAIN)[i], text_by_definition(pair, i, COUPLED[i])
         assert found.token_ids == expected and found.tau > 1
@@ -211,7 +211,7 @@ def test_penalties_of_answers_equal_their_definition(pair):
 
 
 def text_by_definition(pair: SampledPair, i: int, row: Sampling) -> list[int]:
-    """What follows the i-th prompt."""
+    """Returns the text that follows the i-th prompt."""
     prompt, answer = PROMPTS[i], []
     law = sampling.make_batch_sampling(
         [dataclasses.replace(row, temperature=1.0)], 24
@@ -226,7 +226,7 @@ def text_by_definition(pair: SampledPair, i: int, row: Sampling) -> list[int]:
 
 
 def test_seeds_decide(pair):
-    """Of one setting, rows get seeds of their own; the same seed gives the same text."""
+    """Rows of one setting get different seeds; the same seed gives the same text."""
     texts = {
         seed: [
             row.token_ids
@@ -241,9 +241,9 @@ def test_seeds_decide(pair):
 
 
 def test_texts_go_on_as_they_began(pair):
-    """Noise belongs to positions, so it is another one after the prompt than in the first round.
+    """Noise depends on the position, so the noise after the prompt differs from that of round one.
 
-    Where an answer's penalties ask which tokens are the prompt, the text may go on differently.
+    With answer penalties, the text depends on the length of the prompt, so it may differ.
     """
     some = slice(PENALISED_ROWS[0])
     texts = [result.token_ids for result in pair.results(None)[some]]
@@ -257,7 +257,7 @@ SHARP = Sampling(temperature=1.3, top_k=3, repetition_penalty=1.2, seed=11)
 
 @pytest.mark.slow
 def test_sampled_candidates_of_a_pair_change_no_law(pair):
-    """Four tokens after one prompt for 4096 seeds."""
+    """Compares four tokens after one prompt for 4096 seeds."""
     found = pair.session(STATIC).generate([PROMPTS[0]] * 4096, TOKENS, NO_STOP, SHARP)
     assert np.mean([result.tau for result in found]) > 1.05
     texts = np.array([result.token_ids for result in found])
