@@ -1,4 +1,4 @@
-"""Values of a config.json that are refused in one line: unsupported, or contradictory."""
+"""Values of a config.json that are unsupported or contradictory are refused in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QWEN2 = {"verifier": {"architectures": ["Qwen2ForCausalLM"]}}
 
 
 def unsupported(**keys: Any) -> list[tuple[dict[str, Any], str]]:
-    """Each of the keys is refused by name, with its value."""
+    """Returns configs with one unsupported key each; the error names the key and its value."""
     shown = lambda key, value: f"{key}: {json.dumps(value)} is not supported"
     return [({key: value}, shown(key, value)) for key, value in keys.items()]
 

@@ -1,4 +1,4 @@
-"""Drafters as folders: four layouts of config.json, one set of tensors, and only their target."""
+"""Drafters as folders: four layouts of config.json, one set of tensors, and one target each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLIM = {"self_attention_num_key_value_heads": 2, "cross_attention_num_key_value_
 
 @pytest.fixture
 def ours(pair):
-    """The llama pair with a config.json of ours, and a drafter that reuses two layers."""
+    """Returns the llama pair with a config.json in our layout; its drafter reuses two layers."""
     target = load_target(pair / "target")
     write_tokenizer(pair / "target", "a", "b")
     drafter = load_drafter(pair / "draft", target, target_layer_inference=2)
@@ -151,7 +151,7 @@ def convert(*arguments, **flags):
 
 
 def slim_pair(pair):
-    """A pair that the vLLM fork can run: equal key-value heads in SA and CA."""
+    """Returns a pair that the vLLM fork can run: SA and CA have equal key-value heads."""
     target = load_target(pair / "target")
     cfg = dataclasses.replace(load_drafter(pair / "draft", target).config, **SLIM)
     sizes = dataclasses.asdict(cfg)

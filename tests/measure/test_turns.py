@@ -1,4 +1,4 @@
-"""The order of measurements: warm-up is not counted, and no candidate always comes first."""
+"""The order of measurements: warm-up does not count, and the first mode changes per question."""
 
 from moa_jax.measure.turns import in_turns
 

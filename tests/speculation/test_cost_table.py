@@ -24,7 +24,7 @@ PLAIN, CHAIN, TREE = DraftShape(1), DraftShape(3), DraftShape(7, 8, 62)
 
 
 def saved(folder: Path) -> Path:
-    """The file of two calibrated shapes."""
+    """Saves the file of two calibrated shapes."""
     table = CostTable(KEY)
     table.put(1, CHAIN, 64, 1.5)
     table.put(8, TREE, 64, 4.0)
@@ -73,7 +73,7 @@ def test_one_stalled_step_changes_little():
 
 
 def test_a_shape_that_does_not_run_follows_the_machine():
-    """A chain that was last measured on a busy machine is not avoided for ever."""
+    """A chain that was last measured on a busy machine is tried again."""
     table = two_shapes()
     for _ in range(100):
         table.update(1, CHAIN, 100, 6.0)
