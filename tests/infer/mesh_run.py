@@ -2,7 +2,7 @@
 
 python -m tests.infer.mesh_run FOLDER     with a pair and `chats.jsonl` in it
 
-Prints a JSON object: of each run its exit code, and what it wrote to stdout and stderr.
+Prints a JSON object with the exit code, stdout and stderr of each run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT = "5,17,60,33,9"
 
 
 def said(main: Callable[..., Any], *flags: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a program."""
+    """Returns exit code, stdout and stderr of a program."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -42,7 +42,7 @@ def said(main: Callable[..., Any], *flags: str) -> tuple[int, str, str]:
 
 
 def asked_by_a_client(folder: Path, pair: list[str]) -> tuple[int, str, str]:
-    """What infer.server prints while infer.client, in a thread of its own, asks it."""
+    """Returns the output of infer.server while a thread runs infer.client on it."""
     ready = folder / "ready.json"
 
     def ask() -> None:

@@ -1,4 +1,4 @@
-"""Mode auto in the programs: its ways, what they cost, and the comparison with plain decoding."""
+"""Mode auto in the programs: draft shapes, their costs, and the comparison with plain decoding."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def session_of(folder) -> Session:
 
 @pytest.fixture
 def timed(monkeypatch) -> list[int]:
-    """The batches that sessions time, without decoding."""
+    """Records the batches that sessions time, without decoding."""
     batches: list[int] = []
 
     def seconds(session, batch, shape, length):
@@ -65,7 +65,7 @@ def timed(monkeypatch) -> list[int]:
 
 
 def test_costs_are_measured_once(tmp_path, monkeypatch, capsys, timed):
-    """A second session finds them; a damaged file is reported and measured anew."""
+    """A second session reads the costs; a damaged file is reported and measured again."""
     monkeypatch.setattr(auto, "folder", lambda: tmp_path)
     first = session_of(tmp_path)
     calls = len(first.ways) * (1 + TURNS)
@@ -110,7 +110,7 @@ def test_without_a_compile_cache_costs_stay_in_memory(monkeypatch):
 
 
 def test_a_chat_measures_while_a_user_types(capsys, timed):
-    """Silently and once."""
+    """The measurement prints nothing and runs once."""
     session = session_of(None)
     for _ in range(2):
         auto.fill_meanwhile(session)

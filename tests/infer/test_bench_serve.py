@@ -1,4 +1,4 @@
-"""infer.bench --serve: what is asked and when, figures, whole documents over toy servers."""
+"""infer.bench --serve: requests and their times, figures, and documents over toy servers."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ def test_each_mode_has_a_server_with_its_flags():
     assert on_mesh["auto"] == "--slots 16 --mesh tensor=2,data=4 --mode auto".split()
 
 
-# ---- what is asked ------------------------------------------------------------------------
+# ---- requests -----------------------------------------------------------------------------
 
 
 def test_requests_go_on_with_other_questions():
@@ -74,7 +74,7 @@ def test_arrivals_follow_a_poisson_law():
     gaps = np.diff(times)
     assert times[0] == 0 and times == arrivals(4000, 5.0, seed=3)
     assert gaps.mean() == pytest.approx(0.2, rel=0.06) == pytest.approx(gaps.std(), rel=0.06)
-    # How many come in a second has Poisson's variance, which is its mean.
+    # The number of arrivals per second has Poisson's variance, which is its mean.
     counts = np.histogram(times, np.arange(0, int(times[-1])))[0]
     assert counts.var() == pytest.approx(counts.mean(), rel=0.1) == pytest.approx(5.0, rel=0.1)
 
@@ -111,7 +111,7 @@ def test_figures_by_hand():
 
 
 class ToyServer:
-    """A server without sockets; `faults` has a word per seed for what fails."""
+    """A server without sockets; `faults` maps a seed to the kind of its failure."""
 
     def __init__(self, faults: dict[int, str] | None = None) -> None:
         self.faults = faults or {}
@@ -158,7 +158,7 @@ def asked(index: int) -> dict:
 
 
 def test_counts_are_what_the_servers_own_metrics_say():
-    """Two answers: 12 tokens in 5 rounds of a row after their first tokens, 5 drafts accepted."""
+    """Two answers have 12 tokens in 5 rounds after their first tokens, and 5 accepted drafts."""
     toy = ToyServer()
     before = servers.parse(toy.metrics.text().decode())
     for _ in range(2):
@@ -198,7 +198,7 @@ def test_clients_come_at_their_times_and_tell_what_failed():
 
 
 class ToyChild:
-    """A process that has not ended."""
+    """A process that is still running."""
 
     name = "the server of plain"
 
@@ -214,7 +214,7 @@ class ToyChild:
 
 
 def measured(toys: list[ToyServer], line: str, monkeypatch) -> dict:
-    """The document over toy servers, one for each mode."""
+    """Returns the document over toy servers, one for each mode."""
     monkeypatch.setattr(servers, "SAMPLE_SECONDS", 0.01)
     monkeypatch.setattr(clients, "client_of", lambda toy: toy.client())
     args = args_of(f"--suite demo --modes plain,auto --slots 2 {line}")
@@ -276,7 +276,7 @@ def test_what_is_measured_beside_a_compiler_is_told(monkeypatch):
 
 
 def test_warming_ends_when_nothing_is_compiled_any_more(monkeypatch):
-    """One request, two and four at once, each number until a pass compiles nothing."""
+    """One, two and four requests at once are each repeated until nothing is compiled."""
     toy = ToyServer()
     toy.compiling = {WARMING, WARMING + 1, WARMING + 4}
     measured([toy, ToyServer()], "--rates 60 --requests 1", monkeypatch)
@@ -299,7 +299,7 @@ def test_a_mode_that_does_not_answer_is_told_before_measuring(monkeypatch):
 
 
 def test_a_child_tells_its_last_line_when_it_ends(tmp_path):
-    """json.tool has no --port, and takes its number for a file."""
+    """json.tool has no --port and reads the port number as a file name."""
     with Child("json.tool", [], tmp_path / "one") as child:
         with pytest.raises(InputError, match="did not start: .*No such file"):
             child.ready()
@@ -321,7 +321,7 @@ def test_sigterm_unwinds():
 
 @pytest.mark.slow
 def test_a_run_with_servers(talkative, tmp_path, capfd):
-    """A small random target, whose chains prompt lookup drafts."""
+    """Runs a small random target; prompt lookup drafts the chains."""
     target, plot = talkative / "target", tmp_path / "figure.png"
     line = f"--serve --target {target} --suite demo --modes plain,chain --slots 1 --ignore-stop "
     line += f"--max-new-tokens 16 --rates 4 --requests 6 --json --plot {plot}"

@@ -1,4 +1,4 @@
-"""The cache of compiled programs: by default on, bounded and silent; a word turns it off."""
+"""The cache of compiled programs is on by default, bounded and silent, and can be turned off."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from infer.cli import compile_cache
 from infer.info import ROOT
 
-# Compiles as many programs as it is told and prints how many of them the cache gave.
+# Compiles the given number of programs and prints the number of cache hits.
 PROGRAM = """
 import json, sys
 from infer.cli.program import run
@@ -34,7 +34,7 @@ OURS = ("JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_", "JAX_ENABLE_COMPILATI
 
 
 def start(programs: int, **variables: str) -> dict:
-    """What one start of the program says; it must say nothing on stderr."""
+    """Returns the document that the program prints; stderr must be empty."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     command = [sys.executable, "-c", PROGRAM, str(programs)]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""How a drafter is measured on conversations: a row a source, and one line for what is unfit."""
+"""Measures a drafter on conversations: one row per source, and one line for unusable records."""
 
 import json
 from argparse import Namespace
@@ -27,7 +27,7 @@ def write(path: Path, *records: dict) -> str:
 
 @pytest.fixture
 def pair(talkative) -> list[str]:
-    """Flags that name a small random pair."""
+    """Returns flags of a small random pair."""
     return ["--target", str(talkative / "target"), "--draft", str(talkative / "draft")]
 
 

@@ -1,4 +1,4 @@
-"""The draft vocabulary of a drafter's folder: who drafts from it, and that texts stay the same."""
+"""The draft vocabulary in a drafter's folder: its use in drafting, and unchanged texts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IDS = np.arange(0, 300, 2, dtype=np.int32)  # half of the target's tokens
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory) -> Path:
-    """A pair that agrees now and then, whose drafter brings IDS; to be read, not changed."""
+    """Returns a pair whose drafter has the draft vocabulary IDS; to be read, not changed."""
     folder = tmp_path_factory.mktemp("pair")
     config, model = random_pair.random_target("llama", 21, 0.2, num_hidden_layers=2, vocab_size=300)
     draft = random_pair.random_drafter(config, random_pair.draft_sizes(config, 0), 22, 0.2)
@@ -50,13 +50,13 @@ def stored(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(stored, tmp_path) -> Path:
-    """A copy of it, to be changed or damaged."""
+    """Returns a copy of the stored pair, to be changed or damaged."""
     return Path(shutil.copytree(stored, tmp_path / "pair"))
 
 
 @pytest.fixture
 def large(monkeypatch) -> None:
-    """From now on the target counts as one of many tokens."""
+    """Lowers the limit, so that the target counts as one with many tokens."""
     monkeypatch.setattr(draft_vocabulary, "MANY_TOKENS", 299)
 
 
@@ -66,7 +66,7 @@ def named(folder: Path) -> list[str]:
 
 @pytest.fixture
 def opened(monkeypatch, capsys):
-    """The session that infer.generate opens for some flags, and its stderr until then."""
+    """Returns the session that infer.generate opens for some flags, and its stderr until then."""
 
     def stop(*arguments: Any, **settings: Any) -> None:
         raise CaughtSession(Session(*arguments, **settings))
@@ -84,11 +84,11 @@ class CaughtSession(Exception):
     """Carries a session out of a program."""
 
 
-# ---- who drafts from it -------------------------------------------------------------------
+# ---- drafting with the vocabulary ---------------------------------------------------------
 
 
 def heads(session: Session) -> tuple[Any, Any]:
-    """What the drafter scores with, and what the target does."""
+    """Returns the heads of the drafter and of the target."""
     return session.weights.vocabulary.head_DU, session.weights.target["lm_head"]
 
 
@@ -154,7 +154,7 @@ def test_evaluation_gives_each_drafter_its_own(stored, tmp_path, capsys):
     assert found[True] == (set(), None)
 
 
-# ---- where it goes ------------------------------------------------------------------------
+# ---- copies of the file -------------------------------------------------------------------
 
 
 def test_converting_keeps_it_in_our_layout(folder, capsys):
@@ -169,7 +169,7 @@ def test_converting_keeps_it_in_our_layout(folder, capsys):
 
 
 def test_a_pair_is_the_same_with_and_without_it(folder):
-    """As a client sees it, which drafts from all tokens."""
+    """A split client drafts from all tokens, so the hash ignores the draft vocabulary."""
     before = client_files.model_hash(folder / "draft")
     (folder / "draft" / FILE).unlink()
     assert client_files.model_hash(folder / "draft") == before

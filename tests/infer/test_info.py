@@ -1,4 +1,4 @@
-"""infer.info tells what is there, what is not, and refuses what is no model folder."""
+"""infer.info lists models, data and missing packages, and refuses folders without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manners of every program: exit codes, one-line errors, help, progress."""
+"""Every program: exit codes, one-line errors, help, progress."""
 
 from __future__ import annotations
 

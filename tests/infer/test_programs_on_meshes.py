@@ -1,4 +1,4 @@
-"""Every program that decodes takes --mesh: what it says is what one device says."""
+"""Every program that decodes accepts --mesh, and prints the output of one device."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The figures of a report, from answers made by hand, and the tables and pictures of them."""
+"""The figures of a report from answers made by hand, with its tables and pictures."""
 
 import json
 
@@ -37,7 +37,7 @@ def asked(name: str, number: int) -> Question:
 
 
 def answers() -> dict[Question, dict[str, Answer]]:
-    """Plain takes 10, 20 and 7 seconds; the chain 5, 20 and 6."""
+    """Returns answers: plain decoding takes 10, 20 and 7 seconds; the chain 5, 20 and 6."""
     return {
         asked("humaneval", 1): {
             "plain": Answer([plain(7, 9.0)], ["a"]),
@@ -94,7 +94,7 @@ def test_tau_is_that_of_rounds_and_of_questions(document):
 
 
 def test_tau_is_compared_on_the_same_draws_of_questions():
-    """With the first drafter that drafts alike; here the other one needs twice the rounds."""
+    """The first drafter of equal shape is the reference; the other one needs twice the rounds."""
     other, tree = "other-chain", "other-tree"
     models = SETTINGS["models"] | {other: {"mode": "chain", "levels": 3}}
     settings = SETTINGS | {"models": models | {tree: {"mode": "tree", "levels": 3}}}
@@ -117,7 +117,7 @@ def test_tau_is_compared_on_the_same_draws_of_questions():
 
 
 def test_acceptance_leaves_out_rounds_that_were_cut(document):
-    """The last round of each turn is left out: of 3, 1 and 2 two accept a first draft."""
+    """The last round of each turn is left out: of 3, 1 and 2 rounds, two accept a first draft."""
     row = row_of(document, "humaneval")
     assert row["acceptance_unconditional"] == pytest.approx([2 / 3, 1 / 3])
     assert row["acceptance_conditional"] == pytest.approx([2 / 3, 1 / 2])

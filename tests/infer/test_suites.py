@@ -1,4 +1,4 @@
-"""Question sets: what every name of --suite gives, and one line for what is no question."""
+"""Question sets: the questions of every --suite, and one line for an invalid question."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A soak: infer.serve on the bundled pair, and clients that stay, leave, and misbehave."""
+"""A soak: infer.serve on the bundled pair, and clients that stay, leave, or send faults."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SOAK_SECONDS = float(os.environ.get("MOA_SOAK_SECONDS", "300"))
 
 
 def vanish(served: ServedProgram, draw: random.Random) -> None:
-    """Leaves before, in or after a request, now and then with a reset."""
+    """Disconnects before, in or after a request, now and then with a reset."""
     fields = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 100}
     data = json.dumps(fields | {"ignore_eos": True, "stream": draw.random() < 0.7}).encode()
     head = "".join(f"{name}: {value}\r\n" for name, value in HEADERS.items())
@@ -53,7 +53,7 @@ def vanish(served: ServedProgram, draw: random.Random) -> None:
 def crowd(
     served: ServedProgram, asks: list[Ask], is_over: threading.Event
 ) -> list[Callable[[], int]]:
-    """Clients that come until it is over, each a function that says how often it came."""
+    """Returns clients that send requests until `is_over`; each returns its number of requests."""
 
     def again(do: Callable[[httpx.Client], None], receive_bytes: int = 1 << 18) -> int:
         with served.client(receive_bytes) as client:
@@ -78,7 +78,7 @@ def crowd(
 
 
 def memory_under(served: ServedProgram, running: list[Future[int]]) -> list[float]:
-    """MiB, read while clients run for SOAK_SECONDS in which the server makes no program."""
+    """Returns MiB, read while clients run for SOAK_SECONDS without a compile in the server."""
     sizes, programs, begin = [], 0.0, time.monotonic()
     latest = begin + 3 * SOAK_SECONDS + 240
     while time.monotonic() < begin + SOAK_SECONDS and not any(each.done() for each in running):
@@ -92,7 +92,7 @@ def memory_under(served: ServedProgram, running: list[Future[int]]) -> list[floa
 
 
 def test_soak_of_clients_of_all_kinds(tmp_path):
-    """For MOA_SOAK_SECONDS, five minutes by default: right answers, and memory is flat."""
+    """Runs MOA_SOAK_SECONDS, by default five minutes: answers are right, and memory is flat."""
     asks = mixed(40, 1)
     for ask in asks:
         assert ask.wanted  # so that no time of the soak is spent here

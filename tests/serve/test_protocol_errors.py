@@ -1,4 +1,4 @@
-"""The server over a real socket: errors, limits, clients that leave, the end."""
+"""The server over a real socket: errors, limits, disconnects, and the drain."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_errors_have_openais_shape_and_the_right_status(server):
 
 
 def failure(server: Running, stream: bool, status: int) -> tuple[dict, httpx.Headers]:
-    """The error that LONG ends with, alone in a stream or with a status, and the headers."""
+    """Returns the error that LONG ends with, in a stream or with a status, and the headers."""
     response = server.post(COMPLETIONS, LONG | {"stream": stream})
     if stream:
         return json.loads(response.text.removeprefix("data: "))["error"], response.headers
@@ -42,7 +42,7 @@ def failure(server: Running, stream: bool, status: int) -> tuple[dict, httpx.Hea
 
 
 def read_until(connection: socket.socket, end: bytes) -> bytes:
-    """All that comes up to some words, which come before the connection is closed."""
+    """Returns all received data up to `end`, which must arrive before the connection closes."""
     data = b""
     while end not in data:
         assert (more := connection.recv(1 << 16)), data
@@ -119,7 +119,7 @@ def test_an_answer_has_a_time_limit(stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_fault_while_tokens_become_an_answer_ends_it(stream, monkeypatch):
-    """Who asked is told at once, also in the middle of a stream, and the slot is free."""
+    """The client gets the error at once, also in the middle of a stream, and the slot is freed."""
 
     def fail(*_):
         raise RuntimeError("no such piece")

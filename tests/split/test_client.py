@@ -1,4 +1,4 @@
-"""The program infer.client: what it refuses with one line, what it prints, and its exit codes."""
+"""The program infer.client: refusals of one line, its output, and its exit codes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def server(slots, facts, pair):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Files that flags name, by name."""
+    """Returns files for flags, by name."""
     folder = tmp_path_factory.mktemp("files")
     texts = {
         "token": "secret\n",
@@ -55,7 +55,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def ask(folder, server, files, run, monkeypatch):
-    """Runs the program; its exit code and what it printed. It compiles what it needs alone."""
+    """Runs the program and returns its exit code and output; it compiles its programs alone."""
     monkeypatch.setattr(ClientDrafter, "warm", lambda self, counts, shapes: None)
 
     def ask(*flags: object, port=None, url=None, draft=None) -> Done:
@@ -75,7 +75,7 @@ IDS = ["--prompt-ids", ",".join(map(str, PROMPT)), "--stop-ids", ""]
 
 
 def refused(found: Done) -> str:
-    """The one line with which the program ended."""
+    """Returns the only line of the program's error."""
     code, out, err = found
     assert (code, out) == (2, "") and err.count("\n") == 1, found
     return err
@@ -155,7 +155,7 @@ def test_split_client_json_is_the_targets_answer_with_figures(mode, ask, pair, f
         assert sum(result["accept_lengths"]) == (0 if mode == "stream" else NEW - 1)
         assert result["bytes_down"] > result["bytes_up"] > 0
         assert result["bytes_down_per_token"] == result["bytes_down"] / NEW
-    for way in ("bytes_up", "bytes_down"):  # all of it, but what said Hello and Welcome
+    for way in ("bytes_up", "bytes_down"):  # all traffic but Hello and Welcome
         rest = found["traffic"][way] - sum(result[way] for result in found["results"])
         assert 0 < rest < 1000
 
@@ -178,7 +178,7 @@ def test_split_client_offline_is_the_drafter_alone(ask):
 
 @pytest.mark.parametrize("policy", ["verify", "keep"])
 def test_disconnect_program_says_it_and_exits_with_0(policy, ask, server, pair, monkeypatch):
-    """The link is cut after the first bytes of the answer, and comes back."""
+    """The link is cut after the first bytes of the answer, and returns later."""
     monkeypatch.setattr("infer.split_client.session.FIRST_WAIT", 0.01)
     with in_thread(ResettingProxy("127.0.0.1", server.port)) as proxy:
         proxy.reset_after(6000, "down")
@@ -194,7 +194,7 @@ def test_disconnect_program_says_it_and_exits_with_0(policy, ask, server, pair, 
 
 @pytest.mark.slow
 def test_split_client_knows_certificates(ask, server, tmp_path):
-    """A certificate without a signature, and the right one."""
+    """A certificate without a signature is refused, and the right one is accepted."""
     cert, key = certificate(tmp_path)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(cert, key)

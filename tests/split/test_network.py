@@ -1,4 +1,4 @@
-"""Networks for tests: what a link does to a segment, and the proxy with its faults."""
+"""Networks for tests: the delays of a link, and the proxy with its faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def clean() -> Iterator[None]:
 
 @contextlib.contextmanager
 def linked() -> Iterator[tuple]:
-    """A proxy, and the two ends of one connection through it."""
+    """Returns a proxy, and the two ends of one connection through the proxy."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(PATIENCE)
         with in_thread(Proxy(*listener.getsockname(), PROFILES["loopback"])) as proxy:
@@ -39,7 +39,7 @@ def dial(proxy: Proxy) -> socket.socket:
 
 
 def receive(end: socket.socket, size: int) -> bytes:
-    """So many bytes, or fewer where the stream ends."""
+    """Returns `size` bytes, or fewer at the end of the stream."""
     data = b""
     while len(data) < size and (more := end.recv(size - len(data))):
         data += more
@@ -47,11 +47,11 @@ def receive(end: socket.socket, size: int) -> bytes:
 
 
 def is_silent(*ends: socket.socket) -> bool:
-    """Whether nothing comes for a tenth of a second, not even an end."""
+    """Returns whether no end receives data or an end of stream for a tenth of a second."""
     return not select.select(ends, [], [], 0.1)[0]
 
 
-# What one direction of a link does.
+# One direction of a link.
 
 
 def test_a_lane_delays_and_paces():
@@ -89,7 +89,7 @@ def test_cut_is_silent_and_heal_delivers_the_rest():
         wait_for(lambda: proxy.carried == {"up": 6, "down": 0})
         with dial(proxy) as late:  # taken, and then nothing
             assert is_silent(late)
-            assert is_silent(listener)  # the target knows nothing of it
+            assert is_silent(listener)  # the target has no such connection
             proxy.heal()
             assert receive(server, 99) == b"while cut"
             assert receive(client, 7) == b"unheard"

@@ -1,4 +1,4 @@
-"""The server of split decoding over real sockets: what it answers, refuses and survives."""
+"""The server of split decoding over real sockets: its replies, refusals and failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def ended(client: Client) -> protocol.Fault | None:
-    """The last Fault of a connection that the server closed; None if it closed without one."""
+    """Returns the last Fault of a connection that the server closed, or None without a Fault."""
     fault = None
     with contextlib.suppress(ConnectionClosed):
         while True:
@@ -41,7 +41,7 @@ def ended(client: Client) -> protocol.Fault | None:
 
 
 def change_limits(server, **changes) -> None:
-    """Other limits for the only connection, from its next message on."""
+    """Sets the limits of the only connection, from its next message on."""
     (connection,) = server.server.connections
     connection._limits = dataclasses.replace(connection._limits, **changes)
 
@@ -74,7 +74,7 @@ def test_split_resume_in_another_codec_or_of_a_stranger_is_gone(server):
         for name in (client.session, "0" * 32):
             fault = other.resume(name, 0)
             assert (fault.code, fault.fatal) == ("gone", False)
-        assert other.open(PROMPT)[-1].tokens == plain(PROMPT, 1)  # the connection goes on
+        assert other.open(PROMPT)[-1].tokens == plain(PROMPT, 1)  # the connection continues
 
 
 def status(server, **headers) -> int:
@@ -181,7 +181,7 @@ def test_split_slow_reader_loses_its_connection_and_holds_up_nobody():
         with Client(server, max_queue=1, max_size=None) as slow:
             change_limits(server, send_seconds=0.3)
             with Client(server, max_queue=1, max_size=None) as stuck, Client(server) as other:
-                stuck.send(opening([1] * 300, 500))  # nobody gives up on it meanwhile
+                stuck.send(opening([1] * 300, 500))  # the time limit is still long
                 assert other.answer([5], 6)[:6] == plain([5], 6)
                 slow.send(opening([1] * 300, 500))
                 server.wait(lambda: server.named("slow"))
@@ -205,7 +205,7 @@ def test_split_drain_lets_running_sessions_end_for_a_while():
 
 
 def hostile_message(random: np.random.Generator) -> bytes | str:
-    """Noise, or a good message with a piece torn out or changed."""
+    """Returns noise, or a valid message with a piece removed or changed."""
     messages = [opening([1, 2, 3]), protocol.Verify(1, [1, 2], [0, 1]), protocol.Read(1, [5])]
     good = [HELLO, *map(protocol.encode, messages)][random.integers(4)]
     place = int(random.integers(len(good)))
@@ -277,7 +277,7 @@ def test_split_events_hold_counts_and_never_tokens(server):
     assert facts["reason"] == "done" and facts["accepted"] <= facts["drafted"]
     plain_kinds = (str, int, float, bool, type(None))
     assert all(type(v) in plain_kinds for _, facts in server.events for v in facts.values())
-    assert client.session not in repr(server.events)  # who knows it could resume it
+    assert client.session not in repr(server.events)  # a client can resume it by its name
 
 
 def test_health_of_plain_http(server):

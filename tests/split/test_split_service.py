@@ -1,4 +1,4 @@
-"""Whose turn it is: batches, long prompts between them, slots that are waited for and lost."""
+"""The split service: batches, long prompts between them, and waits and losses of slots."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ AS_IS = Encoding("float32", False)
 
 
 def nobody(refused: Refused) -> None:
-    """An owner who does not mind."""
+    """A callback that ignores the refusal."""
 
 
 class Work:
-    """A service over toy slots, with a clock that the test turns."""
+    """A service over toy slots, with a clock that the test sets."""
 
     def __init__(self, slots: ToySlots, limits: ServerLimits, text_of: Any = None) -> None:
         self.slots, self.now, self.events = slots, 0.0, []
@@ -33,17 +33,17 @@ class Work:
         self.service = Service(slots, limits, self.metrics, log, lambda: self.now, text_of)
 
     async def open(self, tokens: list[int], **changes) -> SplitSession:
-        """A session whose prompt has been read."""
+        """Opens a session, and waits until its prompt is read."""
         session = await self.service.open(opening(tokens, **changes), AS_IS, nobody)
         await verdicts(session.reply)
         return session
 
     def step(self, session: SplitSession, seq: int = 1) -> ReplyBuffer:
-        """Asks for a pass without drafts."""
+        """Submits a pass without drafts."""
         return self.service.submit(session, protocol.Verify(seq, [], []))
 
     async def tokens(self, session: SplitSession, seq: int = 1) -> list[int]:
-        """The tokens of such a pass."""
+        """Returns the tokens of such a pass."""
         return (await verdicts(self.step(session, seq)))[0].tokens
 
     def entries(self, kind: str) -> list[tuple]:
@@ -66,7 +66,7 @@ async def working(
 
 
 def over_work(**settings: Any) -> Callable[..., Callable[[], None]]:
-    """Gives a test a service of its own, in a loop of its own."""
+    """Runs a test with its own service, in its own event loop."""
 
     def decorated(check: Callable[[Work], Awaitable[None]]) -> Callable[[], None]:
         async def run() -> None:
@@ -139,7 +139,7 @@ async def test_split_slot_is_waited_for_in_order_and_never_leaks(work):
     work.service.close(held, "done")
     second = await waiting[1]
     assert not waiting[2].done()
-    # The slot comes and the wait is over in the same moment: it goes on to nobody.
+    # The slot is assigned in the moment that the wait is cancelled: it is freed again.
     work.service.close(second, "done")
     waiting[2].cancel()
     await asyncio.gather(waiting[2], return_exceptions=True)
@@ -261,7 +261,7 @@ async def test_split_stream_pauses_while_its_reader_is_behind(work):
         patch.setattr("infer.split_server.service.MOST_UNREAD", 5)
         answer = work.service.submit(session, protocol.Stream(1))
         await until(lambda: session.paused)
-        other = await work.open([2])  # and nobody else waits for it
+        other = await work.open([2])  # no other session waits for it
         await work.tokens(other)
         assert session.paused and 5 <= len(answer.parts) < 20
         with pytest.raises(Refused, match="before the reply"):
