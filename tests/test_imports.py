@@ -1,4 +1,4 @@
-"""Imports go one way: every room of the house sees only the rooms below it."""
+"""Imports have one direction: every package sees only the packages below it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ONLY: dict[str, set[str]] = {
     "infer.split_client": {"errors", "version", "config", "speculation", "split", "infer.cli"},
     "infer.peers": {"errors", "files", "infer.cli"},
 }
-# Rooms that import none of these: decoding knows the interface of drafters, and no drafter by name.
+# Rooms that import none of these: decoding uses the interface of drafters, never one by name.
 NEVER: dict[str, set[str]] = {
     **dict.fromkeys(("decode", "engine"), {"data", "drafters", "pairs", "training"}),
     "split": {"data", "drafters", "pairs", "training", "engine"},
@@ -59,7 +59,7 @@ def may_import(room: str, other: str) -> bool:
 
 
 def room_of(module: str) -> str | None:
-    """The room with the longest matching name; None for a module that is in no room."""
+    """Returns the room with the longest matching name, or None for a module without a room."""
     if module == "moa_jax":
         return module
     parts = module.removeprefix("moa_jax.").split(".")
@@ -68,7 +68,7 @@ def room_of(module: str) -> str | None:
 
 
 def imported_modules(source: str, package: str) -> Iterator[str]:
-    """Dotted names of all that a file of `package` imports, wherever in the file it stands."""
+    """Yields dotted names of all that a file of `package` imports, at any place in the file."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -79,13 +79,13 @@ def imported_modules(source: str, package: str) -> Iterator[str]:
 
 
 def module_and_package(path: Path) -> tuple[str, str]:
-    """Dotted names of a file, whose path starts at the root, and of the package it is in."""
+    """Returns dotted names of a file, with a path from the root, and of its package."""
     module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
     return module, module if path.name == "__init__.py" else module.rpartition(".")[0]
 
 
 def faults(path: Path, source: str) -> Iterator[str]:
-    """One line for each import of a file that its room may not have."""
+    """Yields one line for each import of a file that its room may not have."""
     module, package = module_and_package(path)
     room = room_of(module)
     if room is None:

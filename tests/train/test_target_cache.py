@@ -1,4 +1,4 @@
-"""A target's pass kept on disk: the same training without it, and no other file taken for it."""
+"""A cache of a target's pass gives the same training, and other files are refused."""
 
 import os
 import shutil
@@ -39,7 +39,7 @@ DRAFTERS = {
 
 
 def assert_same_runs(folder: Path, target: Path, kind: str) -> None:
-    """Trains with and without a cache, to the same bits."""
+    """Asserts that training with and without a cache is equal, bit by bit."""
     drafter, feedback = DRAFTERS[kind]
     for name, flags in (("plain", None), ("cached", CacheFlags(folder / "cache", 1.0))):
         config = changed(distill_config(folder / name, target), drafter=drafter, feedback=feedback)
@@ -58,7 +58,7 @@ def test_a_run_with_a_cache_is_the_same_run(small_target, tmp_path, kind, capsys
 
 @pytest.mark.slow
 def test_programs_as_users_run_them_are_the_same(small_target, tmp_path):
-    """With all of the compiler's optimisations, which join what is computed to what is read."""
+    """With all optimisations, the compiler fuses computed and read arrays."""
     code = "from pathlib import Path; from tests.train.test_target_cache import assert_same_runs; "
     code += f"assert_same_runs(Path({str(tmp_path)!r}), Path({str(small_target)!r}), 'moa')"
     environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
@@ -69,7 +69,7 @@ def test_programs_as_users_run_them_are_the_same(small_target, tmp_path):
 
 
 def keep(number_B: np.ndarray) -> dict[str, np.ndarray]:
-    """Parts that say their row."""
+    """Returns arrays that identify their row."""
     last = 10.0 * number_B[:, None, None] + np.arange(6.0).reshape(3, 2)
     stream = np.broadcast_to(number_B[:, None, None], (len(number_B), 3, 4))
     return {"last": last.astype(np.float32), "stream-2": stream.astype(jnp.bfloat16)}
@@ -165,7 +165,7 @@ def test_damaged_files_are_refused(tmp_path):
 
 
 def test_a_cache_belongs_to_weights_whatever_the_tokenizer(small_target, tmp_path, monkeypatch):
-    """Also to those that are fetched after the description, as a hub gives it."""
+    """This holds for weights that are fetched after the description, as from a hub."""
     bare, target = tmp_path / "bare", tmp_path / "target"
     shutil.copytree(small_target, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(small_target, target)

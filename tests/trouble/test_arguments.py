@@ -1,4 +1,4 @@
-"""Python's own API: arrays of any library, and values that are no token ids, no number, no stop."""
+"""The Python API: arrays of any library, and invalid token ids, numbers and stops."""
 
 import json
 

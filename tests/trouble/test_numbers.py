@@ -1,4 +1,4 @@
-"""Numbers that are not: NaN in weights, casts that overflow, JSON that has no word for them."""
+"""Numbers that are not finite: NaN in weights, casts that overflow, and JSON, which has none."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def test_nan_after_some_tokens_is_named(run, pair):
 
 @pytest.fixture
 def broken(tmp_path) -> Path:
-    """The bundled target with one NaN."""
+    """Returns the bundled target with one NaN."""
     shutil.copytree(DEMO / "target", tmp_path / "target")
     damage(tmp_path / "target", WEIGHT, nan_at(0, 3))
     return tmp_path / "target"
 
 
 def test_eight_bits_do_not_hide_nan(run, broken):
-    """XLA's maximum on CPUs leaves NaN out of matrices that are not small."""
+    """XLA's maximum on CPUs ignores NaN in matrices that are not small."""
     flags = ("--target", broken, *PROMPT, "--mode", "plain", "--weights", "int8")
     assert f"{WEIGHT} holds values that are not finite" in run("infer.generate", *flags).refusal()
 
@@ -90,7 +90,7 @@ def test_a_cast_that_overflows_writes_nothing(run, pair, tmp_path, model, name):
 
 
 def strict(text: str) -> dict:
-    """A document as parsers other than Python's read it."""
+    """Parses a document as parsers other than Python's do."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not a word of JSON")

@@ -1,4 +1,4 @@
-"""Streams of a process: what is no UTF-8, what is closed, what a terminal cannot write."""
+"""Streams of a process: invalid UTF-8, closed streams, and letters that stdout lacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BYTE = 133  # the bundled tokenizer's token of the byte C3, which alone is no le
 
 
 def shell(command: str) -> Done:
-    """Runs a line of bash in which PY is our Python."""
+    """Runs a line of bash; PY is the Python of the tests."""
     env = os.environ | {"PY": sys.executable}
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True)
     return Done(done.returncode, *(each.decode() for each in (done.stdout, done.stderr)))
@@ -87,7 +87,7 @@ def _until(terminal: int, end: bytes) -> bytes:
 
 @pytest.mark.slow
 def test_a_log_goes_on_after_its_reader_left(served, tmp_path):
-    """Also: halves of surrogate pairs are refused, and the server goes on."""
+    """Halves of surrogate pairs are refused as well, and the server continues."""
     fifo = tmp_path / "log"
     os.mkfifo(fifo)
     first = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
