@@ -53,7 +53,7 @@ def test_a_pair_is_fetched_once(toy, tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_a_killed_download_left_goes(toy):
+def test_leftovers_of_a_killed_download_are_removed(toy):
     left = pairs.folder_of("toy").parent / ".toy-left"
     left.mkdir(parents=True)
     (left / "part.whl").write_bytes(b"part")

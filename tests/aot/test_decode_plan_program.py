@@ -144,7 +144,7 @@ def plan_of(
         pytest.param("v5e:2x4", "int8", 3, 0, marks=needs["tpu"]),
     ],
 )
-def test_eight_chips_speak_twice_a_layer(topology, weights, reduces, others):
+def test_eight_chips_reduce_twice_a_layer(topology, weights, reduces, others):
     """A 70B target uses two all-reduces a layer, one for the embedding, and one for the choice.
 
     No weight and no cache is moved; an eight-bit table is stored in the tiles of a TPU, too.

@@ -177,7 +177,7 @@ def test_a_kernel_without_a_label_has_that_of_its_parts_or_of_the_next():
         ("copy(%x), " + of("a/", "pallas_call"), False),  # for the kernel, with its label
     ],
 )
-def test_a_product_is_told_from_other_kernels(line, is_product):
+def test_a_product_is_distinguished_from_other_kernels(line, is_product):
     (kernel,) = round_of(f"%y = {X} {line}")
     assert kernel.is_product == is_product
 

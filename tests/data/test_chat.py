@@ -260,7 +260,7 @@ def test_ids_come_before_messages(tokenizer, record, wanted):
 
 @pytest.mark.parametrize("ids", [[10], [-1], [1 << 40], [8.0], ["8"], [True], [[8]], "8", 8])
 @pytest.mark.parametrize("name", ["prompt_ids", "token_ids"])
-def test_what_is_no_list_of_known_ids_is_refused(name, ids):
+def test_an_invalid_list_of_ids_is_refused(name, ids):
     """An invalid id is refused at any position, also after the cut."""
     ids = [1, 2, 3, *ids] if isinstance(ids, list) else ids
     with pytest.raises(InputError, match="ids outside the vocabulary of 10; use the target's own"):

@@ -135,7 +135,7 @@ def test_hub_reads_through_datasets(tmp_path):
         list(sources_lib.read("hub:ultrachat"))
 
 
-def test_the_hub_is_asked_for_a_revision(monkeypatch):
+def test_a_revision_is_requested_from_the_hub(monkeypatch):
     datasets = pytest.importorskip("datasets")
     load = Mock(return_value=iter(RECORDS))
     monkeypatch.setattr(datasets, "load_dataset", load)

@@ -71,12 +71,12 @@ print("ends", flush=True)
 """
 
 
-def test_a_process_that_ends_leaves_out_what_was_not_begun():
+def test_a_process_that_ends_drops_queued_jobs():
     ran = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "ends\ndone\n", "")
 
 
-def test_whoever_is_in_a_hurry_leaves_what_was_begun():
+def test_exit_now_does_not_wait_for_a_running_job():
     """`exit_now` exits with its own code and flushes stdout; without a running job it returns."""
     code = CODE + "print('last'); background.exit_now(7); print('never')"
     ran = subprocess.run(
@@ -86,7 +86,7 @@ def test_whoever_is_in_a_hurry_leaves_what_was_begun():
     BackgroundWorker().exit_now(7)
 
 
-def test_whoever_interrupts_the_wait_ends_the_process():
+def test_an_interrupted_wait_ends_the_process():
     """The process ends at once, without output, with the exit code of an interruption."""
     waits = "wait = background.wait; background.wait = lambda: (print('waits', flush=True), wait())"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

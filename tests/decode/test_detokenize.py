@@ -70,7 +70,7 @@ def test_tokens_have_places_in_a_growing_text():
     assert places == [(0, 1), (1, 2), (1, 2), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6)]
 
 
-def test_the_space_before_a_word_is_kept_behind_a_prompt():
+def test_the_space_before_a_word_is_kept_after_a_prompt():
     """SentencePiece decoders drop the first space of a text."""
     hello, world = pieces_ids = (4, 5)
     pieces = sentence_pieces()

@@ -195,7 +195,7 @@ def test_program_counts_answers_alone(tmp_path, capsys):
     assert capsys.readouterr().out == line
 
 
-def test_program_tells_what_it_leaves_out(tmp_path, capsys):
+def test_program_reports_skipped_records(tmp_path, capsys):
     hi = {"role": "user", "content": "Hi"}
     yes = {"role": "assistant", "content": "Yes"}
     corpus = write(

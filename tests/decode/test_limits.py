@@ -26,7 +26,7 @@ def test_exactly_what_fits_is_taken(room):
         assert not takes(room, prompt_length, fits + 1)
 
 
-def test_the_line_says_what_is_needed():
+def test_the_error_names_what_is_needed():
     with pytest.raises(InputError, match="8 tokens and 5 are to follow, but .* 12 positions"):
         CacheLimits(12).check(3, 8, 5)
     with pytest.raises(InputError, match="needs 37, 5 of them for drafts; make it larger"):

@@ -99,7 +99,7 @@ def in_words(said: TokenCounts, b: int, n: int) -> tuple[set[int], list[int]]:
 
 
 @pytest.mark.parametrize("spread", [1.0, 4.0])
-def test_law_equals_its_definition_and_transformers(spread):
+def test_the_distribution_equals_its_definition_and_transformers(spread):
     logits_BNV, said = random_logits(spread)
     law_BNV = np.exp(our_log_law(make_batch_sampling(SETTINGS, V), logits_BNV, said))
     for b, n in itertools.product(*map(range, law_BNV.shape[:2])):
@@ -110,7 +110,7 @@ def test_law_equals_its_definition_and_transformers(spread):
             assert ((law_BNV[b, n] > 0) == (law_V > 1e-30)).all(), SETTINGS[b]
 
 
-def test_what_was_said_is_found_in_texts():
+def test_token_counts_of_texts():
     """Prompt tokens are seen, not counted; padding and negative tokens are neither."""
     tokens_BC = np.array([[1, 1, 2, 1, 3, 3, 7], [4, 5, 6, 6, 6, -1, -1]])
     law = make_batch_sampling([Sampling(repetition_penalty=2.0, presence_penalty=1.0)] * 2, V)

@@ -147,7 +147,7 @@ our_reject = jax.jit(sampling.reject)
 
 
 @pytest.mark.parametrize(("size", "paths"), TREES)
-def test_fixed_candidates_change_no_law(size, paths):
+def test_fixed_candidates_change_no_distribution(size, paths):
     """Trees may hold unlikely tokens and missing nodes; each draft is checked by itself."""
     target, drafter = random_table(size, 1), random_table(size, 2)
     drafts = all_drafts(paths, drafter)[::7]
@@ -168,7 +168,7 @@ def test_fixed_candidates_change_no_law(size, paths):
 # A drafter with fewer tokens than the tree has children proposes some that it did not draw.
 @pytest.mark.parametrize("support", [None, 2, 1])
 @pytest.mark.parametrize(("size", "paths"), TREES)
-def test_sampled_candidates_change_no_law(size, paths, support):
+def test_sampled_candidates_change_no_distribution(size, paths, support):
     target = random_table(size, 3, support and 2)
     drafter = random_table(size, 4, support)
     drafts = all_drafts(paths, drafter)

@@ -140,7 +140,7 @@ STATIC = DraftShape.static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]], s
         pytest.param(DraftShape(3, 3, 6), None, id="most-likely-tree"),
     ],
 )
-def test_texts_have_the_law_of_the_target(monkeypatch, shape, ids):
+def test_texts_have_the_distribution_of_the_target(monkeypatch, shape, ids):
     """The text takes several rounds, so noise that is reused in the next round would be noticed."""
     for texts, row in zip(table_texts(monkeypatch, shape, MIXED, ids), MIXED, strict=True):
         assert p_value(texts, table_law(row)) > LEAST_P, row
@@ -256,7 +256,7 @@ SHARP = Sampling(temperature=1.3, top_k=3, repetition_penalty=1.2, seed=11)
 
 
 @pytest.mark.slow
-def test_sampled_candidates_of_a_pair_change_no_law(pair):
+def test_sampled_candidates_of_a_pair_change_no_distribution(pair):
     """Compares four tokens after one prompt for 4096 seeds."""
     found = pair.session(STATIC).generate([PROMPTS[0]] * 4096, TOKENS, NO_STOP, SHARP)
     assert np.mean([result.tau for result in found]) > 1.05

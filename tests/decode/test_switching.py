@@ -57,7 +57,7 @@ def test_a_drafted_round_of_a_lagging_drafter_leaves_it_lagging():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_what_plain_rounds_left_is_made_up_for(name):
+def test_sync_drafter_reads_the_tokens_of_plain_rounds(name):
     """After `sync_drafter`, the caches and drafts equal those after a longer prompt."""
     found = scripted(name, (NO_DRAFT, BEHIND)).begin(SOME, NEW, NO_STOP, GREEDY)
     for _ in range(3):

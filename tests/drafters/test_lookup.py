@@ -42,7 +42,7 @@ def test_lengths_of_matches_are_bounded():
     assert chain([3, 50, 51, 52, 3], cfg=LookupConfig(3, 2)) == [NO_TOKEN] * 3
 
 
-def test_nothing_is_drafted_where_nothing_was_said():
+def test_nothing_is_drafted_without_a_match():
     assert chain([5]) == chain([1, 2, 3, 4]) == [NO_TOKEN] * 3
     assert chain([7, 1, 2, 3]) == [NO_TOKEN] * 3  # tokens after the root do not belong to the text
 

@@ -202,7 +202,7 @@ def test_a_prefix_of_a_prompt_that_failed_is_not_copied(monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["decode", "prefill"])
-def test_who_runs_is_lost_with_the_state_and_who_waits_is_not(what, monkeypatch):
+def test_running_requests_fail_with_the_state_and_waiting_ones_do_not(what, monkeypatch):
     """A call that fails on the device has consumed the only copy of the state."""
     engine = serving("moa-1")
     run, count = engine.programs.run, iter(range(1000))
@@ -270,7 +270,7 @@ def test_requests_that_a_stuck_engine_has_not_taken_get_an_error():
     assert [len(each.all) for each in found] == [1, 1]
 
 
-def test_a_client_that_fails_harms_nobody():
+def test_a_client_that_fails_affects_no_other():
     engine = serving(None)
 
     def broken(output: RequestOutput) -> None:

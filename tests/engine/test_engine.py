@@ -134,7 +134,7 @@ def test_padding_rows_do_nothing(monkeypatch):
     assert any(call.is_live_B.sum() == 1 for _, call in calls)
 
 
-def test_rounds_that_are_cut_tell_nothing():
+def test_truncated_rounds_are_not_counted():
     """A stop or the limit truncates the last round of a row, so acceptance does not count it."""
     rounds = [(3, 2), (1, 2), (2, 2)]
     state = RequestState(0, Request((5,), 9, ()), print, None, GREEDY)
@@ -230,7 +230,7 @@ def test_few_programs_serve_the_default_flags():
     assert len(every) <= 48
 
 
-def test_nobody_waits_for_a_program(monkeypatch):
+def test_no_request_waits_for_a_compile(monkeypatch):
     """The first programs serve all kinds of requests, and the engine's thread compiles nothing."""
     engine = serving("moa-1")
     before = len(engine.programs.ready)

@@ -92,7 +92,7 @@ def test_they_are_those_of_one_pass_over_the_prompt(engine, new):
         assert not of_prompt(listener)
 
 
-def test_all_tokens_are_read_though_a_kept_text_begins_alike(engine):
+def test_all_tokens_are_read_despite_a_cached_prefix(engine):
     """Such a request reuses no prefix; later requests can reuse its own."""
     engine._slots.clear()
     before, request = engine.stats(), asking(TEXT, 0)

@@ -78,7 +78,7 @@ def test_drafters_of_every_family_survive_every_layout(saved, tmp_path, family):
         assert again.config == drafter.config and not again.notices
 
 
-def test_our_config_tells_what_the_authors_forgot(ours):
+def test_our_config_has_fields_that_the_authors_config_lacks(ours):
     config = config_json(ours / "draft")
     assert config["architectures"] == ["MOASpec"] and config["method"] == "moa"
     assert config[N] == 2 and FIELDS <= set(config)
@@ -131,7 +131,7 @@ def test_wrong_tensors_are_refused(pair, drop, changes, says):
     assert says in refusal(load_drafter, pair / "draft", load_target(pair / "target"))
 
 
-def test_the_kind_is_read_off_tensors_where_the_config_does_not_tell(pair):
+def test_the_kind_is_inferred_from_tensors_if_the_config_lacks_it(pair):
     target = load_target(pair / "target")
     edit_json(pair / "draft" / "config.json", architectures=["Walrus"])
     assert load_drafter(pair / "draft", target).method == "moa"

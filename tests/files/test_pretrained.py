@@ -70,7 +70,7 @@ def test_targets_survive_the_way_here_and_back(family, flags, tmp_path):
 
 @pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_any_float_dtype_is_read_into_the_one_asked_for(pair, stored, dtype):
+def test_any_float_dtype_is_read_into_the_requested_one(pair, stored, dtype):
     tensors = {k: v.astype(stored) for k, v in tensors_of(pair / "target").items()}
     save_file(tensors, pair / "target" / "model.safetensors")
     target = load_target(pair / "target", dtype)

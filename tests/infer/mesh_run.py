@@ -41,7 +41,7 @@ def said(main: Callable[..., Any], *flags: str) -> tuple[int, str, str]:
     raise AssertionError("a program ends by exiting")
 
 
-def asked_by_a_client(folder: Path, pair: list[str]) -> tuple[int, str, str]:
+def output_with_a_client(folder: Path, pair: list[str]) -> tuple[int, str, str]:
     """Returns the output of infer.server while a thread runs infer.client on it."""
     ready = folder / "ready.json"
 
@@ -75,7 +75,7 @@ def main() -> None:
     found = {
         "bench": said(bench.main, *pair, *MESH, *prompts, *weights, "--json", *few),
         "regenerate": said(regenerate.main, *pair, *MESH, *answers, "--batch", "2", *few),
-        "server": asked_by_a_client(folder, pair),
+        "server": output_with_a_client(folder, pair),
     }
     print(json.dumps(found))
 

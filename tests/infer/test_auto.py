@@ -41,7 +41,7 @@ def test_ways_are_plain_the_own_shape_chains_and_a_tree():
     + [(("--mode", name), name) for name in ("auto", "chain", "tree")]
     + [(("--mode", "auto", "--depth", "3"), "auto")],
 )
-def test_whoever_gives_a_depth_wants_a_chain(flags, mode):
+def test_a_depth_selects_a_chain(flags, mode):
     assert pair.asked_mode(parse(*flags)) == mode
 
 

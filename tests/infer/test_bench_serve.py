@@ -69,7 +69,7 @@ def test_questions_that_are_too_long_are_left_out():
         questions_of(args, 101)
 
 
-def test_arrivals_follow_a_poisson_law():
+def test_arrivals_follow_a_poisson_process():
     times = arrivals(4000, 5.0, seed=3)
     gaps = np.diff(times)
     assert times[0] == 0 and times == arrivals(4000, 5.0, seed=3)
@@ -172,7 +172,7 @@ def test_counts_are_what_the_servers_own_metrics_say():
     assert servers.summarise_counters(after - after) == {"tau": None, "compiled": 0}
 
 
-def test_clients_come_at_their_times_and_tell_what_failed():
+def test_clients_send_on_schedule_and_report_failures():
     toy = ToyServer({1: "refuse", 2: "cut", 3: "error", 4: "odd", 5: "gone"})
     times = [0.0, 0.02, 0.05, 0.05, 0.06, 0.07, 0.2]
 
@@ -244,7 +244,7 @@ def test_a_cut_run_has_the_rates_so_far(monkeypatch):
     assert "CUT by SIGINT after 1 of 2 rates." in results.render(document | {"cut": mark})
 
 
-def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path):
+def test_all_servers_get_the_same_requests_and_rows(monkeypatch, tmp_path):
     toys = [ToyServer(), ToyServer({5: "other", 6: "refuse"})]
     document = measured(toys, "--rates 90,60 --requests 5", monkeypatch)
     told = [[body for body in toy.bodies if body["seed"] < WARMING] for toy in toys]
@@ -267,7 +267,7 @@ def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path)
     assert (tmp_path / "figure.svg").read_text().count("<path") > 20
 
 
-def test_what_is_measured_beside_a_compiler_is_told(monkeypatch):
+def test_compiles_during_a_measurement_are_reported(monkeypatch):
     toys = [ToyServer(), ToyServer()]
     toys[0].compiling = {0}
     document = measured(toys, "--rates 60 --requests 1", monkeypatch)
@@ -285,7 +285,7 @@ def test_warming_ends_when_nothing_is_compiled_any_more(monkeypatch):
     assert sorted(warming) == [WARMING + i for i in range(3 * 1 + 2 * 2 + 4)]
 
 
-def test_a_mode_that_does_not_answer_is_told_before_measuring(monkeypatch):
+def test_a_mode_that_does_not_answer_is_reported_before_measuring(monkeypatch):
     with pytest.raises(InputError, match="server of plain does not answer: 429 .*full"):
         refusing = ToyServer({WARMING: "refuse"})
         measured([refusing, ToyServer()], "--requests 2", monkeypatch)
@@ -298,7 +298,7 @@ def test_a_mode_that_does_not_answer_is_told_before_measuring(monkeypatch):
 # ---- processes ----------------------------------------------------------------------------
 
 
-def test_a_child_tells_its_last_line_when_it_ends(tmp_path):
+def test_a_child_that_ends_reports_its_last_line(tmp_path):
     """json.tool has no --port and reads the port number as a file name."""
     with Child("json.tool", [], tmp_path / "one") as child:
         with pytest.raises(InputError, match="did not start: .*No such file"):

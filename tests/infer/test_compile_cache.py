@@ -72,7 +72,7 @@ def test_without_a_folder_to_write_there_is_no_cache(tmp_path):
     assert start(1, XDG_CACHE_HOME=str(tmp_path / "file")) == {"hits": 0, "folder": None}
 
 
-def test_what_a_kill_left_behind_is_removed(monkeypatch, tmp_path):
+def test_leftovers_of_a_kill_are_removed(monkeypatch, tmp_path):
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
     monkeypatch.setattr(os, "environ", environment | {"XDG_CACHE_HOME": str(tmp_path)})

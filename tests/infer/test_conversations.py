@@ -55,7 +55,7 @@ def test_every_source_has_a_row(pair, capsys, tmp_path):
     assert "| shop | draft-chain | 2 |" in text and "| repeated | stopped | same as plain |" in text
 
 
-def test_a_question_stands_behind_its_history(tmp_path):
+def test_a_question_follows_its_history(tmp_path):
     talk = [question("Hi"), ANSWER, question("Beer?"), ANSWER]
     records = [{"source": "x#bar", "messages": talk}, {"source": "x#alpaca", "messages": talk}]
     file = write(tmp_path / "talks.jsonl", *records)

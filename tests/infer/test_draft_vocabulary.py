@@ -92,7 +92,7 @@ def heads(session: Session) -> tuple[Any, Any]:
     return session.weights.vocabulary.head_DU, session.weights.target["lm_head"]
 
 
-def test_a_small_target_drafts_from_it_when_asked(stored, opened):
+def test_a_small_target_drafts_from_it_on_request(stored, opened):
     session, err = opened(*named(stored))
     assert session.weights.vocabulary is None and "drafts from" not in err
     session, err = opened(*named(stored), "--draft-vocabulary", f"{stored}/draft")
@@ -101,7 +101,7 @@ def test_a_small_target_drafts_from_it_when_asked(stored, opened):
 
 
 @pytest.mark.parametrize("narrow_ms, is_used", [(0.9, True), (0.97, False), (None, False)])
-def test_a_small_target_drafts_from_it_where_costs_say_so(
+def test_a_small_target_drafts_from_it_if_that_is_cheaper(
     stored, monkeypatch, tmp_path, narrow_ms, is_used
 ):
     monkeypatch.setattr(auto, "folder", lambda: tmp_path / "costs")
@@ -117,7 +117,7 @@ def test_a_small_target_drafts_from_it_where_costs_say_so(
 
 
 @pytest.mark.usefixtures("large")
-def test_the_flag_goes_before_the_default(stored, opened, tmp_path):
+def test_the_flag_overrides_the_default(stored, opened, tmp_path):
     session, err = opened(*named(stored), "--draft-vocabulary", "none")
     assert session.weights.vocabulary is None and "drafts from" not in err
     target = describe_target(stored / "target")
@@ -128,7 +128,7 @@ def test_the_flag_goes_before_the_default(stored, opened, tmp_path):
 
 
 @pytest.mark.usefixtures("large")
-def test_without_a_draft_or_a_file_nothing_is_said(folder, opened):
+def test_without_a_draft_or_a_file_nothing_is_printed(folder, opened):
     session, err = opened(*named(folder), "--mode", "plain")
     assert session.vocabulary is None and "drafts from" not in err
     (folder / "draft" / FILE).unlink()

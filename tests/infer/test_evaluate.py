@@ -105,7 +105,7 @@ def test_a_second_turn_follows_our_answer(folder, finished):
     assert choice["prompt_tokens"][1] == len(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def test_a_finished_run_is_only_told_again(resumed, finished, monkeypatch):
+def test_a_finished_run_only_repeats_its_report(resumed, finished, monkeypatch):
     monkeypatch.setattr(Session, "generate", None)
     code, document, folder = resumed()
     assert not code
@@ -159,7 +159,7 @@ def test_a_changed_answer_is_noticed(folder, tmp_path, monkeypatch, capsys):
         ("who/model", (None, "who/model", {})),
     ],
 )
-def test_options_of_a_drafter_stand_behind_its_folder(text, parts, tmp_path, monkeypatch):
+def test_options_of_a_drafter_follow_its_folder(text, parts, tmp_path, monkeypatch):
     (tmp_path / "kept,n=1").mkdir()
     monkeypatch.chdir(tmp_path)
     assert candidates.given_of(text) == parts

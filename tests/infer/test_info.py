@@ -40,7 +40,7 @@ def test_text_names_what_is_missing(monkeypatch, tmp_path, capsys):
     assert facts["data"] == str(tmp_path)
 
 
-def test_loading_is_timed_when_asked(saved, capsys):
+def test_loading_is_timed_on_request(saved, capsys):
     target = str(saved / "llama" / "target")
     info.main(["--json", "--load", "--target", target, "--draft", target])
     report = json.loads(capsys.readouterr().out)

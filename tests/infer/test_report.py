@@ -123,7 +123,7 @@ def test_acceptance_leaves_out_rounds_that_were_cut(document):
     assert row["acceptance_conditional"] == pytest.approx([2 / 3, 1 / 2])
 
 
-def test_differences_and_skips_are_told(document):
+def test_differences_and_skips_are_reported(document):
     assert row_of(document, "qa")["same_as_plain"] == 0
     assert row_of(document, "all")["same_as_plain"] == 2
     text = report.render(document)
@@ -134,7 +134,7 @@ def test_differences_and_skips_are_told(document):
     json.dumps(document, allow_nan=False)
 
 
-def test_the_papers_figures_stand_below(document):
+def test_the_papers_figures_follow(document):
     lines = report.render(document).splitlines()
     assert "| decoder | humaneval | qa | all |" in lines
     assert "| moa-chain | 1.50x / 1.83 | 1.17x / 1.00 | 1.17x / 1.71 |" in lines

@@ -97,7 +97,7 @@ def test_kernels_equal_the_einsum(case, kernel):
     ],
     ids=["plain", "tree", "memory", "level"],
 )
-def test_a_cpu_reads_of_long_caches_what_texts_have_come_to(T, X, first, dtype, longest, read):
+def test_a_cpu_reads_only_the_used_rows_of_long_caches(T, X, first, dtype, longest, read):
     """Unused rows may hold any value; the result equals attention over the used rows."""
     lengths, S = [1, longest - X, 3], 600
     given, length_B = drawn(lengths, (3, 2, 2, T, 64), S, X, dtype)
@@ -139,7 +139,7 @@ def test_sequences_use_their_slots_alone(case, kernel):
         assert np.isnan(np.delete(leaf, slot_B, axis=0)).all()
 
 
-def test_nothing_is_written_behind_a_cache_that_is_too_small():
+def test_nothing_is_written_beyond_a_cache_that_is_too_small():
     """The last rows hold the tokens that fit; a further row would overwrite the next head."""
     (packed, turn, past), length_B = drawn([254], (1, 3, 1, 4, 64), 256, 4)
     sight = masks.cache_mask(length_B, masks.causal_tree(4))

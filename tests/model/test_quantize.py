@@ -39,7 +39,7 @@ def test_int8_rounds_to_the_nearest_of_255_steps(dtype, summed):
     assert np.abs(np.asarray(matrix.values, int)).max(summed).tolist() == [127] * step.size
 
 
-def test_fp8_keeps_three_bits_behind_the_point():
+def test_fp8_keeps_three_mantissa_bits():
     weight = drawn(40, 24)
     matrix = quantize.quantize(weight, "fp8", 0)
     assert matrix.values.dtype == jnp.float8_e4m3fn
@@ -50,7 +50,7 @@ def test_fp8_keeps_three_bits_behind_the_point():
 
 @both
 @pytest.mark.parametrize("outputs", [(24,), (2, 3, 4)])
-def test_products_are_those_of_what_the_values_stand_for(weights, outputs):
+def test_products_are_those_of_the_dequantized_values(weights, outputs):
     kernel, x = drawn(40, *outputs), drawn(2, 5, 40, seed=1)
     matrix = quantize.quantize(kernel, weights, 0)
     expected = np.tensordot(x, restored(matrix, 0), 1)

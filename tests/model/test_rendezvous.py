@@ -48,12 +48,12 @@ def places(count: int) -> list[ProcessSpec]:
     return [ProcessSpec(address, count, index) for index in range(count)]
 
 
-def test_all_hear_when_all_have_come():
+def test_all_processes_connect():
     assert lines(*places(4)) == ["met"] * 4
     assert connect(ProcessSpec("nobody.invalid:1", 1, 0), 0.0) == {}  # one process alone
 
 
-def test_who_does_not_come_is_named_to_all_that_have():
+def test_a_missing_process_is_named_in_every_error():
     first, _, third, _ = places(4)
     line, told = lines(first, third, seconds=1.5)
     assert line.startswith(
@@ -85,7 +85,7 @@ def test_places_that_contradict_each_other_are_refused(change, line):
         assert line in each or "did not answer" in each
 
 
-def test_strangers_keep_nobody_waiting(monkeypatch, caplog):
+def test_foreign_connections_delay_no_process(monkeypatch, caplog):
     """Foreign connections send nothing or other data, or close; all of them come first."""
     first, second = places(2)
     monkeypatch.setattr(rendezvous, "GREETING_TIMEOUT_S", 20.0)

@@ -60,7 +60,7 @@ class Ask:
         return settings | rest | {"prompt": self.prompt_ids, "stop": self.stops}
 
     @property
-    def wanted(self) -> tuple[str, str]:
+    def expected(self) -> tuple[str, str]:
         """Returns the text of plain decoding, and its finish reason."""
         text, end = alone(self.prompt_ids, self.max_tokens, self.sampling, self.ignore_eos)
         shown = before_stop(text, self.stops)
@@ -182,7 +182,7 @@ def answer(client: httpx.Client, ask: Ask, pause: float = 0.0) -> tuple[str, str
 
 def assert_right(ask: Ask, found: tuple[str, str]) -> None:
     """Asserts that an answer is plain decoding's, or a prefix of it if the client left."""
-    assert found == ask.wanted if found[1] else ask.wanted[0].startswith(found[0]), ask
+    assert found == ask.expected if found[1] else ask.expected[0].startswith(found[0]), ask
 
 
 def answers_at_once(served: ServedProgram, asks: list[Ask], clients: int = 32) -> list[Any]:

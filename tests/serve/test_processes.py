@@ -107,7 +107,7 @@ def test_two_processes_serve_as_one(mesh, requests, clients, tmp_path):
         assert (served.process.wait(60), other.wait(60)) == (0, 0)
 
 
-def heard(served: ServedProgram, stream: bool) -> str:
+def how_it_ended(served: ServedProgram, stream: bool) -> str:
     """Returns the end of a long answer: an error message, or the transport error."""
     try:
         with (
@@ -121,10 +121,10 @@ def heard(served: ServedProgram, stream: bool) -> str:
 
 
 @contextlib.contextmanager
-def asked_at_once(served: ServedProgram) -> Iterator[list[Future[str]]]:
+def ten_requests(served: ServedProgram) -> Iterator[list[Future[str]]]:
     """Sends ten requests, every other one streamed; some of them run, and some wait."""
     with ThreadPoolExecutor(10) as pool:
-        asking = [pool.submit(heard, served, number % 2 == 0) for number in range(10)]
+        asking = [pool.submit(how_it_ended, served, number % 2 == 0) for number in range(10)]
         full = {"vllm:num_requests_running": SLOTS, "vllm:num_requests_waiting": 10 - SLOTS}
         wait_for(lambda: all(served.metric(name) >= count for name, count in full.items()))
         yield asking
@@ -149,10 +149,10 @@ def healths(served: ServedProgram) -> list[int]:
     ],
     ids=["killed", "silent"],
 )
-def test_a_process_that_dies_ends_the_group_and_nobody_waits(how, line, seconds, tmp_path):
+def test_a_process_that_dies_ends_the_group_at_once(how, line, seconds, tmp_path):
     """Rows are split between the two processes, so each device has half of the answers."""
     with two_serving(tmp_path, "data=2") as (served, other):
-        with asked_at_once(served) as asking, ThreadPoolExecutor(1) as looking:
+        with ten_requests(served) as asking, ThreadPoolExecutor(1) as looking:
             health = looking.submit(healths, served)
             other.send_signal(how)
             # Whichever is noticed first: the end of the process, or a collective that breaks.
@@ -169,7 +169,7 @@ def test_a_process_that_dies_ends_the_group_and_nobody_waits(how, line, seconds,
 @pytest.mark.slow
 def test_without_process_0_the_others_end(tmp_path):
     """The process exits before JAX would abort it; clients see that the connection ended."""
-    with two_serving(tmp_path, "tensor=2") as (served, other), asked_at_once(served) as asking:
+    with two_serving(tmp_path, "tensor=2") as (served, other), ten_requests(served) as asking:
         served.process.kill()
         assert other.wait(30) == 1
         ends = {each.result(30) for each in asking}
@@ -259,7 +259,7 @@ def test_each_process_reads_its_own_part_of_the_weights():
 
 
 @pytest.mark.slow
-def test_two_processes_say_how_near_a_tie_was():
+def test_two_processes_report_the_margin_of_a_tie():
     """Each process has half of the vocabulary's scores, so a token may be in either half."""
     command = ["tests.serve.check_run", "--prompt", "Hello!", "--check", "--max-new-tokens", "4"]
     (first, _, told), (second, *_) = together(command, command, "--mesh", "tensor=2")
@@ -269,7 +269,7 @@ def test_two_processes_say_how_near_a_tie_was():
 
 
 @pytest.mark.parametrize("reported", [Failure(1, "a bad file", 2), None])
-def test_a_failure_that_a_process_has_told_is_the_reason(reported, monkeypatch):
+def test_a_failure_that_a_process_reports_is_the_reason(reported, monkeypatch):
     """The end of the connection is often noticed first, but it is not the reason."""
     ended: list[Failure] = []
     group = ProcessGroup(print)

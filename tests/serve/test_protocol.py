@@ -33,7 +33,7 @@ def choices_of(server: Running, body: dict[str, Any], stream: bool = False) -> l
 # ---- answers --------------------------------------------------------------------------------
 
 
-def test_a_completion_is_what_the_engine_says(server):
+def test_a_completion_is_the_output_of_the_engine(server):
     body = {"prompt": "Good day.", "max_tokens": 30, "seed": 7, "temperature": 0.5, "user": "me"}
     said = server.post(COMPLETIONS, body).json()
     request = server.engine.requests[-1]
@@ -79,7 +79,7 @@ def test_choices_have_seeds_one_apart(server):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
-def test_a_stream_says_the_same(server, path):
+def test_a_stream_has_the_same_choices(server, path):
     body = {"n": 2, "seed": 5, "max_tokens": 25, "ignore_eos": True}
     body |= {"prompt": "Good day."} if path == COMPLETIONS else {"messages": HELLO}
     whole = server.post(path, body).json()
@@ -151,7 +151,7 @@ def test_a_stop_id_ends_an_answer_without_its_text(server):
     assert choice["text"] == text_of(tokens[: end + 1])
 
 
-def test_token_ids_are_returned_to_those_who_ask(server):
+def test_token_ids_are_returned_on_request(server):
     body = LONG | {"max_tokens": 10, "return_token_ids": True}
     for stream in (False, True):
         parts = choices_of(server, body, stream)

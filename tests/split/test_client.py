@@ -103,7 +103,7 @@ def test_split_client_refuses_with_one_line(line, ask, files, monkeypatch):
     assert REFUSED[line] in refused(ask(*line.format(**files).split()))
 
 
-def test_split_client_says_where_no_server_is(ask, server):
+def test_split_client_reports_a_missing_server(ask, server):
     wrong = f"ws://127.0.0.1:{server.port}/v2"
     assert "nothing answers there" in refused(ask(*IDS, url=wrong))
     said = refused(ask(*IDS, port=free_port()))
@@ -113,7 +113,7 @@ def test_split_client_says_where_no_server_is(ask, server):
         assert "no answer in time" in refused(ask(*IDS, "--timeout", 0.2, url=url))
 
 
-def test_split_client_of_another_version_is_told_so(ask, server):
+def test_split_client_of_another_version_is_refused(ask, server):
     fault = protocol.Fault("version", "the other side speaks protocol version 1", True)
     for spoil, says in (
         (lambda message, seen: [bytes((9,)) + message[1:]], "speaks protocol version 9"),
@@ -123,7 +123,7 @@ def test_split_client_of_another_version_is_told_so(ask, server):
             assert says in refused(ask(*IDS, port=port))
 
 
-def test_split_client_of_a_server_with_no_room_is_not_told_to_start_one(ask, server, monkeypatch):
+def test_split_client_of_a_full_server_is_refused(ask, server, monkeypatch):
     limits = dataclasses.replace(server.server.limits, max_clients=0)
     monkeypatch.setattr(server.server, "limits", limits)
     said = refused(ask(*IDS))
@@ -177,7 +177,7 @@ def test_split_client_offline_is_the_drafter_alone(ask):
 
 
 @pytest.mark.parametrize("policy", ["verify", "keep"])
-def test_disconnect_program_says_it_and_exits_with_0(policy, ask, server, pair, monkeypatch):
+def test_disconnect_program_reports_it_and_exits_with_0(policy, ask, server, pair, monkeypatch):
     """The link is cut after the first bytes of the answer, and returns later."""
     monkeypatch.setattr("infer.split_client.session.FIRST_WAIT", 0.01)
     with in_thread(ResettingProxy("127.0.0.1", server.port)) as proxy:
@@ -193,7 +193,7 @@ def test_disconnect_program_says_it_and_exits_with_0(policy, ask, server, pair, 
 
 
 @pytest.mark.slow
-def test_split_client_knows_certificates(ask, server, tmp_path):
+def test_split_client_checks_certificates(ask, server, tmp_path):
     """A certificate without a signature is refused, and the right one is accepted."""
     cert, key = certificate(tmp_path)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

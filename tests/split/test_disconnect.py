@@ -108,7 +108,7 @@ def test_disconnect_for_good_ends_alone(proxy, name, policy):
     found.check("keep")
 
 
-def test_disconnect_for_good_without_a_drafter_to_go_on(proxy):
+def test_disconnect_for_good_without_a_drafter_of_chains(proxy):
     """A drafter that only makes trees waits for a link, and ends after a time limit."""
     drafter = ToyDrafter(can_go_on=False)
     options = dataclasses.replace(TREE, reconnect_seconds=0.3)
@@ -119,7 +119,7 @@ def test_disconnect_for_good_without_a_drafter_to_go_on(proxy):
 
 @BOTH_POLICIES
 @pytest.mark.parametrize("stop", range(0, 97, 16))
-def test_disconnect_stop_id_in_what_was_written_alone(proxy, policy, stop):
+def test_disconnect_stop_id_in_tokens_drafted_alone(proxy, policy, stop):
     """A stop token of the drafter ends the answer if it is kept, or if it is the target's token."""
 
     def act(index, answering):

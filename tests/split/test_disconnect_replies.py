@@ -74,7 +74,7 @@ def test_disconnect_bits_that_flip_end_no_client(server, seed):
 
 
 @pytest.mark.parametrize("skips", [True, False], ids=["this server", "an earlier server"])
-def test_disconnect_stream_goes_on_after_the_parts_that_came(server, skips, monkeypatch):
+def test_disconnect_stream_resumes_after_the_received_parts(server, skips, monkeypatch):
     """A server that cannot skip streamed parts sends all of them again, as earlier servers do."""
     if not skips:
         add = ReplyBuffer.add

@@ -30,7 +30,7 @@ def test_pace_learns_how_often_drafts_are_right():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_pace_choice_is_the_best_by_its_own_law(seed):
+def test_pace_choice_is_the_best_by_its_own_estimate(seed):
     chance = random.Random(seed)
     pace = DraftPace(sorted(chance.sample(range(1, 20), chance.randrange(1, 7))))
     for _ in range(chance.randrange(60)):

@@ -28,7 +28,7 @@ def test_short_prompts_pass_by_a_long_one_that_still_gets_every_other_chunk():
     assert read_all({"A": 5}, {1: ("B", 1), 3: ("C", 1)}) == "AABACAA"
 
 
-def test_a_stream_of_short_prompts_starves_nobody():
+def test_a_stream_of_short_prompts_starves_no_prompt():
     coming = {turn: (chr(ord("a") + turn), 1) for turn in range(20)}
     assert read_all({"A": 6}, coming)[:10] == "AaAbAcAdAA"
 

@@ -103,7 +103,7 @@ def test_split_sessions_share_a_pass_without_touching_each_other(pair, slots, dr
     assert slots._slots == [None] * 4
 
 
-def test_split_goes_on_alone_and_what_it_wrote_is_a_draft(pair, slots, drafter):
+def test_split_client_drafts_alone_and_the_target_verifies_later(pair, slots, drafter):
     """A chain drafted offline is verified later: the text is the target's again."""
     (plain,) = pair.plain.generate(PROMPTS[:1], NUM_NEW, NO_STOP)
     split = Split(slots, drafter)

@@ -171,7 +171,7 @@ def test_the_same_weights_in_other_files_are_the_same(moa, monkeypatch):
     assert mismatch(before, facts(moa / "part")) == ""
 
 
-def test_what_the_program_says_and_refuses(moa, capsys):
+def test_output_and_refusals_of_the_program(moa, capsys):
     capsys.readouterr()
     cut(moa / "whole", moa / "new", "--json")
     done = json.loads(capsys.readouterr().out)

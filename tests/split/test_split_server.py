@@ -46,7 +46,7 @@ def change_limits(server, **changes) -> None:
     connection._limits = dataclasses.replace(connection._limits, **changes)
 
 
-def test_split_stream_comes_token_by_token_and_again_after_a_lost_link(server):
+def test_split_stream_is_sent_by_token_and_again_after_a_lost_link(server):
     with Client(server) as client:
         client.open(PROMPT, total=40, known=len(PROMPT))
         client.send(protocol.Stream(1))
@@ -175,7 +175,7 @@ def test_split_silence_ends_connections_and_frees_their_slots():
         assert server.named("close")[-1]["reason"] == "idle"
 
 
-def test_split_slow_reader_loses_its_connection_and_holds_up_nobody():
+def test_split_slow_reader_loses_its_connection_and_delays_no_other():
     slots = ToySlots(chunk=64, width=2000)  # one reply is some 20 MB
     with running(slots, ConnectionLimits(send_seconds=10 * PATIENCE), max_prompt=512) as server:
         with Client(server, max_queue=1, max_size=None) as slow:

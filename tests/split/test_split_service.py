@@ -19,7 +19,7 @@ from tests.split.split_server import LIMITS, PATIENCE, ToySlots, next_token, ope
 AS_IS = Encoding("float32", False)
 
 
-def nobody(refused: Refused) -> None:
+def ignore_refusal(refused: Refused) -> None:
     """A callback that ignores the refusal."""
 
 
@@ -34,7 +34,7 @@ class Work:
 
     async def open(self, tokens: list[int], **changes) -> SplitSession:
         """Opens a session, and waits until its prompt is read."""
-        session = await self.service.open(opening(tokens, **changes), AS_IS, nobody)
+        session = await self.service.open(opening(tokens, **changes), AS_IS, ignore_refusal)
         await verdicts(session.reply)
         return session
 
@@ -105,7 +105,7 @@ async def test_split_rows_that_the_client_has_are_not_sent(work):
     text = list(range(12))
     for known in (0, 3, 4, 12):
         ask = opening(text, root_given=True, known=known)
-        session = await work.service.open(ask, AS_IS, nobody)
+        session = await work.service.open(ask, AS_IS, ignore_refusal)
         parts = await verdicts(session.reply)
         rows = [i for part in parts for i in range(part.start, part.start + part.count)]
         assert rows == list(range(known, 11)) and not parts[-1].tokens
@@ -178,7 +178,7 @@ async def test_split_lost_sessions_expire_by_the_clock(work):
     assert not kept.closed
     ask = protocol.Resume(lost.id, 0)
     with pytest.raises(Refused) as error:
-        work.service.resume(ask, AS_IS, nobody)
+        work.service.resume(ask, AS_IS, ignore_refusal)
     assert error.value.code == "gone"
     assert work.service.num_connected == 1
 
@@ -222,7 +222,7 @@ async def test_split_failures_end_their_sessions_and_show_in_health(work):
     assert work.service.healthy  # it worked in between
     work.slots.error = RuntimeError("again")
     for _ in range(3):
-        session = await work.service.open(opening([5]), AS_IS, nobody)
+        session = await work.service.open(opening([5]), AS_IS, ignore_refusal)
         await refusal(verdicts(session.reply))
     assert not work.service.healthy
     work.slots.error = None
@@ -248,14 +248,14 @@ async def test_split_streams_go_on_to_the_end_beside_drafts(work):
 
 
 @over_work(text_of=str)
-async def test_split_text_is_logged_if_asked_for(work):
+async def test_split_text_is_logged_on_request(work):
     await work.open([61, 62, 63])
     texts = [facts["text"] for event, facts in work.events if event == "text"]
     assert texts == ["[61, 62, 63]", str(plain([61, 62, 63], 1))]
 
 
 @over_work()
-async def test_split_stream_pauses_while_its_reader_is_behind(work):
+async def test_split_stream_pauses_for_a_slow_reader(work):
     session = await work.open([1], total=41)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infer.split_server.service.MOST_UNREAD", 5)

@@ -172,7 +172,7 @@ POD_ENDS = [
 
 
 @pytest.mark.parametrize("wish, index, code", POD_ENDS)
-def test_a_pod_says_how_it_ended(tmp_path, wish, index, code):
+def test_a_pod_reports_how_it_ended(tmp_path, wish, index, code):
     assert pod(tmp_path, wish, index).wait(timeout=30) == code
 
 

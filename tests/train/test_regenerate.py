@@ -255,7 +255,7 @@ def short(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-def test_drawn_answers_follow_the_law_of_the_flags(ask, short, tmp_path, folder):
+def test_sampled_answers_follow_the_flags(ask, short, tmp_path, folder):
     """Tokens equal those that a session samples with the seed of record and turn."""
     small = ("--max-prompt", "32", "--max-new-tokens", "12", "--dtype", "float32")
     ask(tmp_path / "a.jsonl", *small, *SAMPLED, "--batch", "8", prompts=short)

@@ -118,7 +118,7 @@ def in_turns(name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_what_passes_changes_nothing(ask, fake, local, tmp_path, capsys, name):
+def test_a_passing_fault_changes_nothing(ask, fake, local, tmp_path, capsys, name):
     """Every other request fails; each answer is requested until it arrives, and then no more."""
     fault, line = PASSING[name]
     turns = itertools.count()
@@ -131,7 +131,7 @@ def test_what_passes_changes_nothing(ask, fake, local, tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize("name", ["busy", "cut", *UNUSABLE])
-def test_what_stays_ends_the_run_with_a_line_and_it_goes_on_later(
+def test_a_lasting_fault_ends_the_run_with_a_line_and_the_run_resumes(
     ask, fake, local, tmp_path, monkeypatch, name
 ):
     """A fault that may pass gets three tries; no answer is requested twice."""

@@ -82,7 +82,7 @@ def test_a_small_model_with_other_rows_drafts(run, target, tmp_path, rows, law):
         assert law or drafted["tau"] > 1
 
 
-def test_a_drafter_knows_its_target_padded_and_with_a_tokenizer_written_anew(
+def test_a_drafter_accepts_its_target_padded_and_with_a_rewritten_tokenizer(
     run, pair, target, tmp_path
 ):
     stated = ("--target-layer-inference", "0", "--output", tmp_path / "draft")
