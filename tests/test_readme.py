@@ -93,7 +93,7 @@ def test_paths_exist(page):
         assert (ROOT / path).exists(), path
 
 
-def test_the_tree_names_what_is_there():
+def test_the_tree_names_existing_files():
     """The tree lists all folders and modules directly below moa_jax."""
     text = README.read_text(encoding="utf-8")
     tree = text[text.index("    moa_jax/  ") : text.index("    train/  ")]

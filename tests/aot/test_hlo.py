@@ -115,7 +115,7 @@ UPDATE = f"ROOT %r = {W} dynamic-update-slice(%p.0, %p.0, %p.1)"
         (fused(UPDATE, "%w", "%i", gives=W), []),
     ],
 )
-def test_a_move_is_what_leaves_an_array_as_it_is(args, found):
+def test_kernels_that_only_copy_an_array_are_moves(args, found):
     args = (args,) if isinstance(args, str) else args
     assert [opcode for opcode, _ in moves(*args)] == found
 

@@ -53,7 +53,7 @@ def test_each_is_counted_and_named_or_refused(tokenizer, tmp_path, bad, reason):
     assert "\n" not in str(raised.value)
 
 
-def test_what_a_cache_left_out_is_refused_too(tokenizer, tmp_path):
+def test_records_that_a_cache_left_out_are_refused_too(tokenizer, tmp_path):
     config = write(tmp_path / "a.jsonl", [GOOD, {}])
     config = dataclasses.replace(config, cache=str(tmp_path / "cache"))
     batches.load(config, tokenizer, len(tokenizer), "train")

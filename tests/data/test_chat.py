@@ -250,7 +250,7 @@ ANSWERS = [{"prompt_ids": [5], "token_ids": [7, 9], "finish_reason": "length"}]
         ({"messages": HELLO, "answers": {"text": ["Hello"], "answer_start": [3]}}, None),
     ],
 )
-def test_ids_come_before_messages(tokenizer, record, wanted):
+def test_ids_override_messages(tokenizer, record, wanted):
     """A record without ids is rendered, whatever else its key `answers` holds."""
     (example,) = chat.encode_record(tokenizer, record, len(tokenizer), 99)
     if wanted is None:

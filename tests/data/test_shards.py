@@ -233,7 +233,7 @@ def test_a_full_disk_is_one_line(load, config, monkeypatch):
 # ---- processes ----------------------------------------------------------------------------
 
 
-def fate_of(number: int, shared: None) -> int:
+def failing_item(number: int, shared: None) -> int:
     if number == 13:
         raise InputError("no luck")
     os._exit(1)
@@ -243,6 +243,6 @@ def fate_of(number: int, shared: None) -> int:
 @pytest.mark.parametrize(
     "item, fault", [(13, "no luck"), (17, "a process of 2 .* ended, .*; lower data.workers")]
 )
-def test_what_fails_in_a_process_is_named(item, fault):
+def test_failures_in_a_process_are_named(item, fault):
     with pytest.raises(InputError, match=fault):
-        list(workers.ordered_map(fate_of, [item], None, workers=2))
+        list(workers.ordered_map(failing_item, [item], None, workers=2))

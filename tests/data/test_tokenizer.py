@@ -32,7 +32,7 @@ def tokenizer(folder):
     "text",
     [*TEXTS[:3], " two  spaces\n\n\ttab ", "naïve 日本語 🙂 ½", "\x00\x7f", "2024-10-13", ""],
 )
-def test_any_text_comes_back_as_it_was(tokenizer, text):
+def test_any_text_survives_a_round_trip(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert all(0 <= i < 320 for i in ids)

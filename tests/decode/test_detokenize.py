@@ -43,7 +43,7 @@ def test_a_character_is_shown_when_it_is_whole():
     assert "".join(pieces(cafe[:4])) == "Caf\ufffd"  # an answer may end within a character
 
 
-def test_what_may_become_a_stop_text_waits():
+def test_the_possible_beginning_of_a_stop_text_waits():
     assert pieces(b"a us", b"e", stops=("us.",)) == ["a ", "use", ""]
     assert pieces(b"a us", b". b", stops=("us.",)) == ["a ", "", ""]
     assert pieces(b"a u", stops=("us.",)) == ["a ", "u"]  # none came
@@ -139,7 +139,7 @@ def answers(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[list[int]
 
 @pytest.mark.parametrize("make", [byte_fallback, byte_level])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_text_does_not_depend_on_how_tokens_come(make, seed):
+def test_a_text_does_not_depend_on_the_parts_of_its_tokens(make, seed):
     tokenizer = make()
     for tokens in answers(tokenizer, seed):
         for skip in (True, False):

@@ -248,7 +248,7 @@ def split(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
     shape = SHAPES[case.shape]
     options = ClientOptions(shape) if shape.breadth > 1 else ClientOptions(lengths=(1, 3))
 
-    async def asked(port: int) -> list[Any]:
+    async def responses(port: int) -> list[Any]:
         server = server_at(port, timeout=60.0)
         with ThreadPoolExecutor(1) as worker:
             clients = [SplitClient(drafts.twin(), server, options, worker) for _ in case.requests]
@@ -263,7 +263,7 @@ def split(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
             return [answer.result() for answer in answers]
 
     with serving_split(slots, PAIRING, case.target.config.vocab_size) as server:
-        found = asyncio.run(asked(server.port))
+        found = asyncio.run(responses(server.port))
     lengths = [count for each in found for count in each.counts.accept_lengths]
     return Texts([each.tokens for each in found], sum(count - 1 for count in lengths))
 

@@ -20,7 +20,7 @@ from moa_jax.decode.sampling import TokenCounts, make_batch_sampling
 from moa_jax.decode.session import rows_of
 from moa_jax.decode.state import RoundState, StaticConfig, Weights
 from tests.model_folders import refusal
-from tests.sampling_law import PLAIN, law_by_definition
+from tests.sampling_law import PLAIN, probs_by_definition
 
 V = 13
 SETTINGS = [
@@ -55,7 +55,7 @@ class AnswerPenalties(hf.LogitsProcessor):
         return scores
 
 
-def law_by_transformers(logits_V, seen: set[int], row: Sampling, answer: list[int]) -> np.ndarray:
+def probs_by_transformers(logits_V, seen: set[int], row: Sampling, answer: list[int]) -> np.ndarray:
     """Returns the distribution of transformers' processors, in the order of its `generate`."""
     processors = hf.LogitsProcessorList()
     if row.logit_bias:
@@ -77,7 +77,7 @@ def law_by_transformers(logits_V, seen: set[int], row: Sampling, answer: list[in
 
 
 @jax.jit
-def our_log_law(law, logits_BNV, said):
+def our_log_probs(law, logits_BNV, said):
     return sampling.log_probs(law, sampling.apply_penalties(law, logits_BNV, said, law.bias_BV))
 
 
@@ -101,10 +101,10 @@ def in_words(said: TokenCounts, b: int, n: int) -> tuple[set[int], list[int]]:
 @pytest.mark.parametrize("spread", [1.0, 4.0])
 def test_the_distribution_equals_its_definition_and_transformers(spread):
     logits_BNV, said = random_logits(spread)
-    law_BNV = np.exp(our_log_law(make_batch_sampling(SETTINGS, V), logits_BNV, said))
+    law_BNV = np.exp(our_log_probs(make_batch_sampling(SETTINGS, V), logits_BNV, said))
     for b, n in itertools.product(*map(range, law_BNV.shape[:2])):
         seen, answer = in_words(said, b, n)
-        for expected in (law_by_definition, law_by_transformers):
+        for expected in (probs_by_definition, probs_by_transformers):
             law_V = expected(logits_BNV[b, n], seen, SETTINGS[b], answer)
             np.testing.assert_allclose(law_BNV[b, n], law_V, atol=1e-6, err_msg=f"{SETTINGS[b]}")
             assert ((law_BNV[b, n] > 0) == (law_V > 1e-30)).all(), SETTINGS[b]
@@ -130,15 +130,15 @@ def test_token_counts_of_texts():
     )
 
 
-def test_settings_that_are_off_change_nothing():
+def test_disabled_settings_change_nothing():
     """Unlikely tokens are kept beside rows with settings; unused settings have no array."""
     logits_BNV, said = random_logits(15.0)
-    log_BNV = our_log_law(make_batch_sampling(SETTINGS, V), logits_BNV, said)
+    log_BNV = our_log_probs(make_batch_sampling(SETTINGS, V), logits_BNV, said)
     np.testing.assert_allclose(log_BNV[0], jax.nn.log_softmax(logits_BNV[0]), rtol=1e-6)
     off = make_batch_sampling([PLAIN], V)
     assert [value is None for value in off] == [False, False, *[True] * 7]
     np.testing.assert_allclose(
-        our_log_law(off, logits_BNV[:1], TokenCounts()), log_BNV[:1], rtol=1e-6
+        our_log_probs(off, logits_BNV[:1], TokenCounts()), log_BNV[:1], rtol=1e-6
     )
     assert make_batch_sampling([Sampling(seed=5)], V) == sampling.BatchSampling()
 
@@ -157,7 +157,7 @@ def kept_by_sorting(log_V: np.ndarray, k: int, p: float) -> tuple[np.ndarray, fl
 
 @pytest.mark.parametrize("size", [7, 200, pytest.param(128256, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ties", [False, True])
-def test_what_is_kept_is_what_sorting_keeps(size, ties):
+def test_top_k_and_top_p_keep_what_sorting_keeps(size, ties):
     """Skips tokens that the last bits of a sum decide, for distributions of all spreads."""
     rng = np.random.default_rng(size)
     spreads = (0.0, 0.01, 1.0, 4.0, 30.0)
@@ -185,10 +185,10 @@ def test_extreme_temperatures_are_finite():
     rows = [Sampling(temperature=value) for value in (0.0, 1e-37, 1e-6, 1e6)]
     logits_V = np.array([3.0, 90.0, -50.0, 89.0], np.float32)
     law_BNV = np.exp(
-        our_log_law(make_batch_sampling(rows, 4), np.tile(logits_V, (4, 1, 1)), TokenCounts())
+        our_log_probs(make_batch_sampling(rows, 4), np.tile(logits_V, (4, 1, 1)), TokenCounts())
     )
     np.testing.assert_array_equal(law_BNV[:3, 0], [[0, 1, 0, 0]] * 3)
-    expected_V = law_by_definition(logits_V, set(), rows[3])
+    expected_V = probs_by_definition(logits_V, set(), rows[3])
     # Two steps of float32 at log 1/4; a temperature that is 1% off makes seven.
     np.testing.assert_allclose(law_BNV[3, 0], expected_V, rtol=2 * np.finfo(np.float32).eps)
 
@@ -215,7 +215,7 @@ def test_drafts_are_guided_by_the_settings_of_the_target():
         seen, answer = in_words(said, b, 0)
         answer += path_BNP[b, n, 1:].tolist()
         seen |= set(answer)
-        expected = law_by_definition(logits_BNV[b, n], seen, SETTINGS[b], answer)
+        expected = probs_by_definition(logits_BNV[b, n], seen, SETTINGS[b], answer)
         np.testing.assert_allclose(np.exp(whole_BNV[b, n]), expected, atol=1e-6)
 
 

@@ -33,7 +33,7 @@ def random_table(size: int, seed: int, support: int | None = None) -> dict:
     return table
 
 
-def joint_law(table: dict, size: int, given: tuple = ()) -> np.ndarray:
+def joint_probs(table: dict, size: int, given: tuple = ()) -> np.ndarray:
     """Returns the joint distribution of LENGTH tokens that start with `given`, as one axis."""
     law = np.zeros((size,) * LENGTH)
     for tokens in itertools.product(range(size), repeat=LENGTH - len(given)):
@@ -83,7 +83,7 @@ our_verify = jax.jit(verify, static_argnums=2)
 our_children = jax.jit(sampling.children, static_argnums=1)
 
 
-def output_laws(paths: tuple, drafts: list, target: dict, drafter: dict, choice_law):
+def output_probs(paths: tuple, drafts: list, target: dict, drafter: dict, choice_probs):
     """Returns each draft's distribution of LENGTH tokens (D, V ** LENGTH), by one real `verify`.
 
     The target's distribution continues the tokens that a round emits.
@@ -99,7 +99,7 @@ def output_laws(paths: tuple, drafts: list, target: dict, drafter: dict, choice_
     ]
     most = 1 + max(map(max, paths))
     child_DNk = np.asarray(our_children(tree_of(paths, tokens_DN), most))
-    chance_DNV = choice_law(*laws, child_DNk)
+    chance_DNV = choice_probs(*laws, child_DNk)
     np.testing.assert_allclose(chance_DNV.sum(-1), 1.0, atol=1e-6)
 
     choice_AN = np.array(list(itertools.product(range(size), repeat=len(nodes))))
@@ -115,11 +115,11 @@ def output_laws(paths: tuple, drafts: list, target: dict, drafter: dict, choice_
         for prefix in itertools.product(range(size), repeat=count):
             same_X = (count_X == count) & (emitted_XD[:, :count] == prefix).all(axis=1)
             mass_D = (weight_DA * same_X.reshape(D, A)).sum(axis=1)
-            law += mass_D[:, None] * joint_law(target, size, prefix)
+            law += mass_D[:, None] * joint_probs(target, size, prefix)
     return law
 
 
-def expected_law(drafts: list, laws_DX: np.ndarray) -> np.ndarray:
+def expected_probs(drafts: list, laws_DX: np.ndarray) -> np.ndarray:
     return np.array([chance for _, chance in drafts]) @ laws_DX
 
 
@@ -130,7 +130,7 @@ def point_masses(law_DNV, draft_DNV, child_DNk):
 def sampled(reject):
     """Returns the distribution of the choice if the children are tried one after the other."""
 
-    def choice_law(law_DNV, draft_DNV, child_DNk):
+    def choice_probs(law_DNV, draft_DNV, child_DNk):
         found = reject(law_DNV, draft_DNV, child_DNk)
         accept_DNk, residual_DNV = (np.asarray(part, np.float64) for part in found)
         chance_DNV, untried_DN = np.zeros(law_DNV.shape), np.ones(law_DNV.shape[:2])
@@ -140,7 +140,7 @@ def sampled(reject):
             untried_DN = untried_DN - taken_DN
         return chance_DNV + untried_DN[..., None] * residual_DNV
 
-    return choice_law
+    return choice_probs
 
 
 our_reject = jax.jit(sampling.reject)
@@ -158,8 +158,8 @@ def test_fixed_candidates_change_no_distribution(size, paths):
         )
         for d in [draft.items() for draft, _ in drafts[:2]]
     ]
-    laws_DX = output_laws(paths, drafts + gone, target, drafter, point_masses)
-    expected_X = joint_law(target, size)
+    laws_DX = output_probs(paths, drafts + gone, target, drafter, point_masses)
+    expected_X = joint_probs(target, size)
     np.testing.assert_allclose(
         laws_DX, np.broadcast_to(expected_X, laws_DX.shape), rtol=0, atol=1e-12
     )
@@ -173,8 +173,8 @@ def test_sampled_candidates_change_no_distribution(size, paths, support):
     drafter = random_table(size, 4, support)
     drafts = all_drafts(paths, drafter)
     assert abs(sum(chance for _, chance in drafts) - 1) < 1e-12
-    laws_DX = output_laws(paths, drafts, target, drafter, sampled(our_reject))
-    expected_X = joint_law(target, size)
-    np.testing.assert_allclose(expected_law(drafts, laws_DX), expected_X, rtol=0, atol=1e-6)
+    laws_DX = output_probs(paths, drafts, target, drafter, sampled(our_reject))
+    expected_X = joint_probs(target, size)
+    np.testing.assert_allclose(expected_probs(drafts, laws_DX), expected_X, rtol=0, atol=1e-6)
     if support is None:
         assert np.abs(laws_DX - expected_X).max() > 0.05, "no draft mattered, so nothing was shown"

@@ -32,7 +32,7 @@ from moa_jax.drafters import tree as tree_lib
 from moa_jax.drafters.api import Drafter, TapSpec
 from tests.oracle import random_pair
 from tests.pairs import NO_STOP
-from tests.sampling_law import PLAIN, law_by_definition
+from tests.sampling_law import PLAIN, probs_by_definition
 
 # ---- tables -------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
     return np.asarray(state.tokens_BC)[:, 1 : TOKENS + 1].reshape(len(rows), ROWS, TOKENS)
 
 
-def law_of_texts(prompt: list[int], row: Sampling, logits_of) -> dict[tuple, float]:
+def text_probs(prompt: list[int], row: Sampling, logits_of) -> dict[tuple, float]:
     """Returns the distribution of TOKENS tokens after the prompt, by logits of each text."""
     law = {(): 1.0}
     for _ in range(TOKENS):
@@ -103,14 +103,14 @@ def law_of_texts(prompt: list[int], row: Sampling, logits_of) -> dict[tuple, flo
         law = {
             (*text, int(token)): chance * law_V[token]
             for (text, chance), logits_V in zip(law.items(), logits_XV, strict=True)
-            for law_V in [law_by_definition(logits_V, {*prompt, *text}, row, text)]
+            for law_V in [probs_by_definition(logits_V, {*prompt, *text}, row, text)]
             for token in np.flatnonzero(law_V)
         }
     return law
 
 
-def table_law(row: Sampling) -> dict[tuple, float]:
-    return law_of_texts([0], row, lambda texts: [LOGITS_VV[0][text[-1]] for text in texts])
+def table_probs(row: Sampling) -> dict[tuple, float]:
+    return text_probs([0], row, lambda texts: [LOGITS_VV[0][text[-1]] for text in texts])
 
 
 def p_value(texts: np.ndarray, law: dict[tuple, float]) -> float:
@@ -143,7 +143,7 @@ STATIC = DraftShape.static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]], s
 def test_texts_have_the_distribution_of_the_target(monkeypatch, shape, ids):
     """The text takes several rounds, so noise that is reused in the next round would be noticed."""
     for texts, row in zip(table_texts(monkeypatch, shape, MIXED, ids), MIXED, strict=True):
-        assert p_value(texts, table_law(row)) > LEAST_P, row
+        assert p_value(texts, table_probs(row)) > LEAST_P, row
 
 
 # ---- a pair -------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def text_by_definition(pair: SampledPair, i: int, row: Sampling) -> list[int]:
     )  # for the noise
     for position in range(len(prompt), len(prompt) + 20):
         (logits_V,) = pair.logits_of([[*prompt, *answer]])
-        law_V = law_by_definition(logits_V, {*prompt, *answer}, row, answer)
+        law_V = probs_by_definition(logits_V, {*prompt, *answer}, row, answer)
         noise_V = sampling.gumbel(law, sampling.TARGET, jnp.array([[position]]), 24)[0, 0]
         with np.errstate(divide="ignore"):
             answer.append(int(np.argmax(np.log(law_V) + noise_V)))
@@ -261,4 +261,4 @@ def test_sampled_candidates_of_a_pair_change_no_distribution(pair):
     found = pair.session(STATIC).generate([PROMPTS[0]] * 4096, TOKENS, NO_STOP, SHARP)
     assert np.mean([result.tau for result in found]) > 1.05
     texts = np.array([result.token_ids for result in found])
-    assert p_value(texts, law_of_texts(PROMPTS[0], SHARP, pair.logits_of)) > LEAST_P
+    assert p_value(texts, text_probs(PROMPTS[0], SHARP, pair.logits_of)) > LEAST_P

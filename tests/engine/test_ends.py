@@ -73,7 +73,7 @@ SCORED = Request((5,), 3, (), top_logprobs=1, prompt_logprobs=True)
         (replace(SCORED, prompt_ids=(5,) * 200, max_new_tokens=0), "1 are to follow"),
     ],
 )
-def test_what_cannot_be_answered_is_refused(request_, message):
+def test_invalid_requests_are_refused(request_, message):
     engine = Engine(target(), max_tokens=200)
     with pytest.raises(InputError, match=message):
         engine.submit(request_, Listener())

@@ -192,7 +192,7 @@ def test_every_shape_gives_the_same_texts(name, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [(CHAIN, 2), (NO_DRAFT, 8)])
-def test_drafts_are_as_good_however_late_their_drafter_reads(before, monkeypatch):
+def test_a_lagging_drafter_has_the_same_acceptance(before, monkeypatch):
     """The acceptance equals that of a drafter that reads each chunk and each round at once.
 
     A drafter that lags after plain rounds also lags in a copied slot.
@@ -257,7 +257,7 @@ def compiled(engine: Engine) -> list[tuple]:
     return made
 
 
-def test_what_a_request_would_use_is_compiled_beside_it_and_the_rest_when_idle(started):
+def test_programs_of_a_request_are_compiled_beside_it_and_the_rest_when_idle(started):
     engine = engine_of(None, num_slots=2, chunk=16)
     made = compiled(engine)
     requests = [Request((index, 7), 60, NO_STOP) for index in range(2)]
@@ -364,7 +364,7 @@ def test_only_calls_that_ran_alone_correct_costs():
         for name in KINDS
     ],
 )
-def test_prompts_that_begin_alike_are_read_from_there_on(name, monkeypatch):
+def test_prompts_that_begin_alike_reuse_the_cached_prefix(name, monkeypatch):
     """Chats that continue, and prompts with a common prefix, have the same texts and drafts."""
     beginning = tuple((5 + 3 * i * i) % 61 for i in range(40))
     tails = [(), (10, 8, 7), (10, 8, 6, 5), tuple(range(30)), (10, 8, 7)]  # as no answer begins

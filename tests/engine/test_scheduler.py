@@ -51,7 +51,7 @@ def test_answers_wait_for_one_chunk_of_a_long_prompt_at_a_time():
 
 
 @pytest.mark.parametrize(("decode", "wait", "read"), [(1, 3, 3), (1, 9, MOST_CHUNKS), (3, 1, 1)])
-def test_more_is_read_where_more_wait_than_decode(decode, wait, read):
+def test_prefill_has_a_larger_budget_if_more_requests_wait_than_decode(decode, wait, read):
     made = scheduler(16)
     for id in range(decode):
         made.add(state(id, 1))

@@ -185,7 +185,7 @@ def test_the_forks_config_has_what_it_reads(pair, tmp_path):
     assert FIELDS - {N} <= set(config)
 
 
-def test_what_the_fork_cannot_run_is_not_written_for_it(saved, tmp_path):
+def test_drafters_that_the_fork_cannot_run_are_not_written_for_it(saved, tmp_path):
     for family, says in (
         ("llama", "different key-value heads"),
         ("llama31", "scaled rotary embeddings"),

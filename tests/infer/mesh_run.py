@@ -30,7 +30,7 @@ MESH = ["--mesh", "tensor=2"]
 PROMPT = "5,17,60,33,9"
 
 
-def said(main: Callable[..., Any], *flags: str) -> tuple[int, str, str]:
+def run_main(main: Callable[..., Any], *flags: str) -> tuple[int, str, str]:
     """Returns exit code, stdout and stderr of a program."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -56,7 +56,7 @@ def output_with_a_client(folder: Path, pair: list[str]) -> tuple[int, str, str]:
 
     threading.Thread(target=ask, daemon=True).start()
     few = ["--slots", "1", "--warm", "4", "--max-tokens", "128", "--port", "0"]
-    return said(server.main, *pair, *MESH, *few, "--ready-file", str(ready))
+    return run_main(server.main, *pair, *MESH, *few, "--ready-file", str(ready))
 
 
 CLIENT = ["--mode", "chain", "--stop-ids", "2", "--max-new-tokens", "9", "--codec", "float32"]
@@ -73,8 +73,8 @@ def main() -> None:
     prompts = ["--modes", "plain,chain", "--chain-depth", "3", "--prompts", chats]
     answers = ["--prompts", chats, "--output", str(folder / "new.jsonl"), "--ignore-stop"]
     found = {
-        "bench": said(bench.main, *pair, *MESH, *prompts, *weights, "--json", *few),
-        "regenerate": said(regenerate.main, *pair, *MESH, *answers, "--batch", "2", *few),
+        "bench": run_main(bench.main, *pair, *MESH, *prompts, *weights, "--json", *few),
+        "regenerate": run_main(regenerate.main, *pair, *MESH, *answers, "--batch", "2", *few),
         "server": output_with_a_client(folder, pair),
     }
     print(json.dumps(found))

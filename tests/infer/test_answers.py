@@ -55,7 +55,7 @@ def test_lines_are_spec_benchs(folder):
     assert line["same_as_plain"] is True and line["difference"] is None
 
 
-def test_what_was_answered_is_read_again(folder):
+def test_saved_answers_are_read_again(folder):
     kept = opened(folder)
     assert [kept.has(question) for question in QUESTIONS] == [True, True, False]
     for model in MODELS:

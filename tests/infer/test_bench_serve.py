@@ -50,7 +50,7 @@ def test_each_mode_has_a_server_with_its_flags():
 # ---- requests -----------------------------------------------------------------------------
 
 
-def test_requests_go_on_with_other_questions():
+def test_requests_continue_with_other_questions():
     args = args_of("--requests 5 --suite demo --temperature 0.5 --seed 7")
     questions = questions_of(args, MOST_TOKENS)
     first, second = (requests_of(args, questions, begin, 5) for begin in (0, 5))
@@ -153,11 +153,11 @@ class ToyServer:
         return httpx.Response(200, text="".join(f"data: {line}\n\n" for line in lines))
 
 
-def asked(index: int) -> dict:
+def request_body(index: int) -> dict:
     return {"messages": [{"content": f"text {index}"}], "seed": index}
 
 
-def test_counts_are_what_the_servers_own_metrics_say():
+def test_counts_are_those_of_the_servers_metrics():
     """Two answers have 12 tokens in 5 rounds after their first tokens, and 5 accepted drafts."""
     toy = ToyServer()
     before = servers.parse(toy.metrics.text().decode())
@@ -178,7 +178,7 @@ def test_clients_send_on_schedule_and_report_failures():
 
     async def play() -> list[RequestOutcome]:
         async with toy.client() as client:
-            return await clients.open_loop(client, [asked(i) for i in range(7)], times)
+            return await clients.open_loop(client, [request_body(i) for i in range(7)], times)
 
     found = asyncio.run(play())
     assert [one.error for one in found] == [
@@ -292,7 +292,7 @@ def test_a_mode_that_does_not_answer_is_reported_before_measuring(monkeypatch):
     monkeypatch.undo()
     server = Server("plain", f"http://127.0.0.1:{free_port()}", ToyChild("killed"))
     with pytest.raises(InputError, match="server of plain ended with code 1: killed"):
-        asyncio.run(bench_run._play(server, [asked(0)], [0.0]))
+        asyncio.run(bench_run._play(server, [request_body(0)], [0.0]))
 
 
 # ---- processes ----------------------------------------------------------------------------

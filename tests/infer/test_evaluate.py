@@ -115,7 +115,7 @@ def test_a_finished_run_only_repeats_its_report(resumed, finished, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_cut_goes_on(resumed, finished):
+def test_an_interrupted_run_is_resumed(resumed, finished):
     def cut(folder: Path) -> None:
         path = folder / "talk" / "a-chain.jsonl"
         path.write_bytes(path.read_bytes()[:-40])

@@ -51,7 +51,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"moa-jax {__version__}\n"
 
 
-def test_help_shows_the_defaults_that_say_something(capsys):
+def test_help_shows_the_defaults_with_a_meaning(capsys):
     assert exit_code(parsing, ["--help"]) == 0
     shown = capsys.readouterr().out
     assert "levels (default: 5)" in shown and shown.count("default:") == 1

@@ -32,22 +32,22 @@ def plain(tokens: int, decode_s: float) -> Result:
     return turn([1] * (tokens - 1), 1.0, decode_s, 0)
 
 
-def asked(name: str, number: int) -> Question:
+def question_of(name: str, number: int) -> Question:
     return Question(name, number, "", name, ("Hi",))
 
 
 def answers() -> dict[Question, dict[str, Answer]]:
     """Returns answers: plain decoding takes 10, 20 and 7 seconds; the chain 5, 20 and 6."""
     return {
-        asked("humaneval", 1): {
+        question_of("humaneval", 1): {
             "plain": Answer([plain(7, 9.0)], ["a"]),
             CHAIN: Answer([turn([3, 3], 1.0, 4.0, 2)], ["a"]),
         },
-        asked("humaneval", 2): {
+        question_of("humaneval", 2): {
             "plain": Answer([plain(5, 9.0), plain(2, 9.0)], ["a", "b"]),
             CHAIN: Answer([turn([1, 2, 1], 1.0, 13.0, 2), turn([1], 1.0, 5.0, 2)], ["a", "b"]),
         },
-        asked("qa", 1): {
+        question_of("qa", 1): {
             "plain": Answer([plain(2, 6.0)], ["a"], too_long=2),
             CHAIN: Answer(
                 [turn([1], 1.0, 5.0, 2)],
@@ -61,7 +61,7 @@ def answers() -> dict[Question, dict[str, Answer]]:
 
 @pytest.fixture
 def document():
-    left_out = {asked("qa", 2): report.TOO_LONG, asked("sum", 3): "of no use"}
+    left_out = {question_of("qa", 2): report.TOO_LONG, question_of("sum", 3): "of no use"}
     return report.document_of(answers(), left_out, SETTINGS)
 
 

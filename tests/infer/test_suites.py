@@ -90,7 +90,7 @@ TYPED = {"question": {"text": "who wrote emma", "tokens": []}, "id": "7"}
 SUM = {"question": "Two and two?", "answer": "#### 4"}
 
 
-def test_public_data_becomes_questions(monkeypatch):
+def test_public_data_is_converted_to_questions(monkeypatch):
     datasets = pytest.importorskip("datasets")
     asked = []
 

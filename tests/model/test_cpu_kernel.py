@@ -33,7 +33,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(rows):
     np.testing.assert_array_equal(alone[0], among[0])
 
 
-def test_a_matrix_comes_back():
+def test_a_matrix_is_restored_from_its_panels():
     kernel = cpu.cut(jnp.asarray(KERNEL))
     np.testing.assert_array_equal(kernel.whole(), KERNEL)
     matrix = cpu.cut(jnp.asarray(KERNEL.reshape(96, -1)))

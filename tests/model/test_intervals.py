@@ -76,7 +76,7 @@ MASKS += ("earlier_blocks", "fed_back_0", "fed_back_2")
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_are_as_they_are_defined(name):
+def test_masks_equal_their_definitions(name):
     for seed in range(3):
         np.testing.assert_array_equal(intervals(name, seed).mask(), by_definition(name, seed))
 

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 SOAK_SECONDS = float(os.environ.get("MOA_SOAK_SECONDS", "300"))
 
 
-def vanish(served: ServedProgram, draw: random.Random) -> None:
+def disconnect(served: ServedProgram, draw: random.Random) -> None:
     """Disconnects before, in or after a request, now and then with a reset."""
     fields = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 100}
     data = json.dumps(fields | {"ignore_eos": True, "stream": draw.random() < 0.7}).encode()
@@ -50,7 +50,7 @@ def vanish(served: ServedProgram, draw: random.Random) -> None:
         time.sleep(draw.uniform(0, 0.3))
 
 
-def crowd(
+def endless_clients(
     served: ServedProgram, asks: list[Ask], is_over: threading.Event
 ) -> list[Callable[[], int]]:
     """Returns clients that send requests until `is_over`; each returns its number of requests."""
@@ -71,7 +71,7 @@ def crowd(
         assert_right(found, answer(client, found, pause=0.02))
 
     draw = random.Random(1)
-    leave = lambda _: vanish(served, draw)
+    leave = lambda _: disconnect(served, draw)
     doing = [ask] * 8 + [leave] * 3
     slow = [functools.partial(again, read_slowly, 4096)] * 2
     return [*(functools.partial(again, each) for each in doing), *slow]
@@ -100,7 +100,7 @@ def test_soak_of_clients_of_all_kinds(tmp_path):
         opened = lambda: len(os.listdir(f"/proc/{served.process.pid}/fd"))
         assert_nothing_is_held(served)
         files, is_over = opened(), threading.Event()
-        work = crowd(served, asks, is_over)
+        work = endless_clients(served, asks, is_over)
         with ThreadPoolExecutor(len(work)) as pool:
             running = [pool.submit(each) for each in work]
             try:

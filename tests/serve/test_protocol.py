@@ -54,7 +54,7 @@ def test_a_completion_is_the_output_of_the_engine(server):
     }
 
 
-def test_a_chat_goes_through_the_template(server):
+def test_a_chat_is_rendered_by_the_template(server):
     response = server.post(CHATS, {"messages": HELLO, "max_tokens": 20, "model": "toy"})
     said, request = response.json(), server.engine.requests[-1]
     wanted = TOKENIZER.apply_chat_template(HELLO, add_generation_prompt=True)["input_ids"]

@@ -122,7 +122,7 @@ def along(next_choice, observe, right: list[int]) -> float:
     return place / spent
 
 
-def test_a_text_whose_hard_tokens_stand_together():
+def test_a_text_with_clusters_of_hard_tokens():
     """In such a text, rates of short chains overestimate long chains."""
     found = []
     for seed in range(4):
@@ -218,7 +218,7 @@ def promising() -> DraftController:
     return found
 
 
-def test_drafts_pause_at_the_limit_and_go_on_when_a_round_is_repaid():
+def test_drafts_pause_at_the_limit_and_resume_when_a_round_is_repaid():
     found = promising()
     expected = {-LIMIT: (CHAIN, 8), 0: (CHAIN, 4), LIMIT - 0.6: (CHAIN, 1), LIMIT: (NO_DRAFT, 50)}
     for debt, choice in expected.items():

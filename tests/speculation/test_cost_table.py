@@ -96,7 +96,7 @@ def test_a_time_that_is_not_above_0_is_refused(ms):
         CostTable().put(1, CHAIN, 64, ms)
 
 
-def test_calibrated_costs_come_back_from_the_disk(tmp_path):
+def test_calibrated_costs_are_restored_from_the_disk(tmp_path):
     assert load_costs(tmp_path, KEY)[0].entries() == []
     path = saved(tmp_path / "made" / "now")
     table, notice = load_costs(path.parent, KEY)
@@ -187,7 +187,7 @@ def test_costs_of_another_key_are_not_used(tmp_path, field):
     assert "\n" not in notice
 
 
-def test_two_processes_keep_what_both_calibrated(tmp_path):
+def test_two_processes_keep_the_costs_of_both(tmp_path):
     saved(tmp_path)
     first, second = load_costs(tmp_path, KEY)[0], load_costs(tmp_path, KEY)[0]
     first.put(1, CHAIN, 64, 1.25)

@@ -141,7 +141,7 @@ def questions(count: int) -> list[list[int]]:
 DEMO_OPTIONS = ClientOptions(lengths=(1, 3, 7), reconnect_seconds=240, patience=240)
 
 
-def test_disconnect_server_is_killed_and_comes_back(demo, program):
+def test_disconnect_server_is_killed_and_restarted(demo, program):
     """kill -9 ends the server in the middle of an answer; a new process replays it."""
     session, client_drafter, facts = demo
     process, port = program()

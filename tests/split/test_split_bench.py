@@ -32,7 +32,7 @@ def toy_bench(*modes: str, **flags) -> SplitBench:
     return SplitBench(args, target, drafter, ToyDrafter(), PAIRING, 128, PROMPTS, own, [1.0])
 
 
-def test_split_bench_counts_what_each_way_costs_and_answers_that_differ(server):
+def test_split_bench_counts_the_costs_of_each_mode_and_answers_that_differ(server):
     found, differences = toy_bench("stream", "plain", "chain", "tree"), []
     found.own[2][5] += 1
     profile = run.measure_network(found, "loopback", server.port, differences, Progress())

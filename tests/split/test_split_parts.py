@@ -82,7 +82,7 @@ def facts(folder):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_part_holds_what_the_client_reads_and_is_recognised_as_the_whole(saved, kind):
+def test_the_part_holds_what_the_client_reads_and_has_the_hash_of_the_whole(saved, kind):
     folder, weights = saved(kind), []
     for side in ("whole", "part"):
         target, drafter = client_pair(folder / side)
@@ -128,7 +128,7 @@ def test_a_part_of_another_pair_is_noticed(moa, place, change, says):
     assert mismatch(facts(moa / "whole"), facts(moa / "part")).startswith(says)
 
 
-def test_a_part_is_taken_for_no_whole(moa, capsys):
+def test_a_part_is_not_accepted_as_a_whole(moa, capsys):
     said = refusal(load_target, moa / "part" / "target")
     assert "only a client's part of a model, without model.layers.0." in said
     target = load_target(moa / "whole" / "target")

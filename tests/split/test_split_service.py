@@ -231,7 +231,7 @@ async def test_split_failures_end_their_sessions_and_show_in_health(work):
 
 
 @over_work()
-async def test_split_streams_go_on_to_the_end_beside_drafts(work):
+async def test_split_streams_run_to_the_end_beside_drafts(work):
     streams = [await work.open([n], total=12, known=1) for n in (1, 2)]
     drafting = await work.open([3])
     work.slots.hold.clear()

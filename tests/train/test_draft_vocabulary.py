@@ -60,7 +60,7 @@ def test_sources_of_a_mixture_count_by_their_shares(target):
         assert frequent_in(Mixture(sources, shares, 1, 0), 2, target).ids_U.tolist() == ids
 
 
-def test_what_cannot_be_made_is_refused_before_training(small_target, tmp_path):
+def test_invalid_vocabularies_are_refused_before_training(small_target, tmp_path):
     config = changed(distill_config(tmp_path, small_target), draft_vocabulary=321)
     assert "ask for a size from 1 to 320" in refusal(distill.distill, config)
     own = changed(config, drafter=Eagle3Config(1, 24))

@@ -242,7 +242,7 @@ NOWHERE = {
 
 
 @pytest.mark.parametrize("flags", NOWHERE)
-def test_flags_that_lead_nowhere_are_refused(flags, monkeypatch):
+def test_flags_of_a_cluster_that_cannot_start_are_refused(flags, monkeypatch):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     parser = Parser("toy")
     cluster.add_flags(parser)

@@ -157,7 +157,7 @@ def answers_in(rows) -> Counter[tuple[tuple[int, ...], int]]:
 
 
 @pytest.mark.parametrize("kind", [(), ("--ignore-stop",)], ids=["text", "ids"])
-def test_a_cut_run_goes_on(ask, scripted, tmp_path, monkeypatch, kind):
+def test_an_interrupted_run_is_resumed(ask, scripted, tmp_path, monkeypatch, kind):
     """The file equals that of an unbroken run, with half a line lost and another batch size."""
     ask(tmp_path / "whole.jsonl", "--limit", "15", "--batch", "4", *kind)
     output = tmp_path / "cut.jsonl"

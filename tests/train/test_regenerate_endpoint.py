@@ -197,7 +197,7 @@ def test_retry_after_is_obeyed(ask, fake, tmp_path):
 # ---- other servers ------------------------------------------------------------------------
 
 
-def test_a_server_that_is_not_there(ask, tmp_path, monkeypatch):
+def test_a_server_that_does_not_exist(ask, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "TRIES", 2)
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(InputError, match=rf"{url}: no answer \(.*refused\), 2 times"):
@@ -251,7 +251,7 @@ NO_URLS = "localhost:8000 ftp://host http:// http://me:secret@host http://host/v
 
 
 @pytest.mark.parametrize("url", NO_URLS.split())
-def test_what_is_no_url(url):
+def test_invalid_urls(url):
     with pytest.raises(InputError, match="--endpoint is not the URL of a server; write") as raised:
         address_of(url)
     assert "secret" not in str(raised.value)

@@ -179,7 +179,7 @@ def test_a_run_that_dies_in_an_evaluation_evaluates_again(whole, tmp_path):
     assert_same_run(tmp_path, whole)
 
 
-def test_a_run_goes_on_without_a_fresh_state_and_with_other_bookkeeping(whole, copy):
+def test_a_run_resumes_without_a_fresh_state_and_with_other_bookkeeping(whole, copy):
     """A fresh state beside the restored one would double the memory. One record is truncated."""
 
     def start() -> Any:

@@ -102,7 +102,7 @@ def test_a_run_in_a_store_is_that_in_a_folder(store, tmp_path, monkeypatch):
     assert not (tmp_path / "gs:").exists()
 
 
-def test_data_comes_from_a_store(store):
+def test_data_is_read_from_a_store(store):
     folder = store / "bucket" / "chat"
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"text": "one"}\n')

@@ -95,7 +95,7 @@ def test_rows_are_read_as_they_were_kept(tmp_path):
     assert not cache.missing() and list(cache.parts(["last"], number_B)) == ["last"]
 
 
-def test_what_is_there_is_not_made_again_and_what_lacks_is_added(tmp_path):
+def test_existing_rows_are_not_computed_again_and_missing_rows_are_added(tmp_path):
     build(cache_in(tmp_path))
     before = (tmp_path / "last").stat()
     cache = cache_in(tmp_path, MORE)
@@ -191,7 +191,7 @@ def rows_of(seed: int, count: int = 4, length: int = 6) -> Batch:
     return Batch(tokens_BT, np.ones_like(tokens_BT), position_BT, tokens_BT > 3)
 
 
-def test_the_hash_of_rows_sees_what_the_target_sees():
+def test_the_hash_of_rows_covers_the_inputs_of_the_target():
     rows = rows_of(0)
     known = rows_hash(Batches(rows, 2, seed=0))
     assert rows_hash(Batches(rows._replace(response_BT=~rows.response_BT), 2, seed=1)) == known

@@ -40,7 +40,7 @@ def evaluations(folder: Path) -> list[list]:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_weights_of_another(small_target, distilled, tmp_path):
+def test_a_run_starts_from_the_weights_of_another(small_target, distilled, tmp_path):
     """The run starts at the other's last evaluation, with a new optimiser and another rate."""
     config = warm_config(tmp_path, small_target, distilled / "run")
     distill.distill(changed(config, optim_learning_rate=1e-4, optim_peak=1.0))
@@ -109,7 +109,7 @@ def earlier(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.slow
-def test_an_earlier_checkpoint_goes_on_and_an_earlier_drafter_decodes(earlier, capsys):
+def test_an_earlier_checkpoint_resumes_and_an_earlier_drafter_decodes(earlier, capsys):
     target = load_target("target", np.float32)
     session = Session(target, load_drafter("draft", target), DraftShape(3))
     drafted, plain = (

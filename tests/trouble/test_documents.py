@@ -62,7 +62,7 @@ def test_an_interrupted_document_has_the_answers_so_far(run, flags, cut_run, tmp
     assert tokens_of(json.loads(file.read_text())) == tokens_of(whole)
 
 
-def test_a_cut_file_goes_on(run, flags, cut_run, tmp_path):
+def test_a_truncated_file_is_resumed(run, flags, cut_run, tmp_path):
     """The run ends by Ctrl-C, or by a kill within a result, and resumes with another batch."""
     whole, file = json.loads(run("infer.generate", *flags, "--json").out), tmp_path / "out.json"
     to_file = [*flags, "--output", file]
@@ -84,7 +84,7 @@ def test_a_cut_file_goes_on(run, flags, cut_run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
-def test_what_a_signal_leaves_can_be_read(flags, number):
+def test_an_output_cut_by_a_signal_can_be_read(flags, number):
     """After SIGTERM the output is whole JSON; after a kill, `]}` completes the output."""
     slow = "import time; from moa_jax import Session; generate = Session.generate\n"
     slow += "Session.generate = lambda *a, **k: time.sleep(0.5) or generate(*a, **k)\n"

@@ -111,7 +111,7 @@ GOOD, BAD = [7, 8, 9, 10], [7, 8, 90, 10]
 
 
 @pytest.mark.slow
-def test_a_server_answers_with_an_error_and_goes_on(small_target, served, tmp_path):
+def test_a_server_answers_with_an_error_and_continues(small_target, served, tmp_path):
     folder = shutil.copytree(small_target, tmp_path / "target")
     edit_json(folder / "config.json", tie_word_embeddings=False)
     edit_tensors(folder, **{"lm_head.weight": tensors_of(folder)["model.embed_tokens.weight"]})

@@ -81,7 +81,7 @@ def answers_of(run, tmp_path):
     return answers
 
 
-def test_messages_come_before_a_rendered_text(data_lines, tmp_path):
+def test_messages_override_a_rendered_text(data_lines, tmp_path):
     """The rendered text marks no answer and no end of a turn."""
     text = {"text": "### user: Hi there\n### assistant: Hello!"}
     mixed = [{"messages": HELLO}, {"messages": HELLO} | text, {"messages": HELLO} | text]
@@ -146,7 +146,7 @@ def test_content_in_parts_is_its_text(prompts_of, answers_of, run, tmp_path):
     assert "line 1: a content part of type 'image_url'" in line
 
 
-def test_rows_that_lack_what_was_decoded_are_counted(data_lines, tmp_path):
+def test_rows_without_decoded_tokens_are_counted(data_lines, tmp_path):
     """The template removes thoughts from answers; a record with ids is not rendered."""
     target = tmp_path / "target"
     shutil.copytree(TARGET, target)

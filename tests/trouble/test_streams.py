@@ -55,7 +55,7 @@ def test_streams_that_are_closed_or_full_do_not_end_work():
 
 
 @pytest.mark.slow
-def test_a_chat_goes_on_after_a_line_that_is_not_utf8():
+def test_a_chat_continues_after_a_line_that_is_not_utf8():
     main, terminal = pty.openpty()
     command = [sys.executable, "-m", "infer.generate", "--mode", "plain", "--max-new-tokens", "3"]
     env = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
@@ -86,7 +86,7 @@ def _until(terminal: int, end: bytes) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_log_goes_on_after_its_reader_left(served, tmp_path):
+def test_a_server_continues_after_the_reader_of_its_log_left(served, tmp_path):
     """Halves of surrogate pairs are refused as well, and the server continues."""
     fifo = tmp_path / "log"
     os.mkfifo(fifo)

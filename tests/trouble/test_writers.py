@@ -143,7 +143,7 @@ def test_a_killed_process_leaves_a_folder_that_is_refused(run, pair, clone):
 # ---- earlier files ------------------------------------------------------------------------
 
 
-def test_what_an_earlier_model_left_is_not_mixed_in(run, pair, tmp_path, monkeypatch):
+def test_files_of_an_earlier_model_are_not_mixed_in(run, pair, tmp_path, monkeypatch):
     output = others_in(tmp_path / "target")
     with monkeypatch.context() as patch:
         patch.setattr(model_folder, "_MAX_FILE_BYTES", 20_000)
@@ -194,7 +194,7 @@ def test_training_into_a_clone_keeps_its_history(run, train, tmp_path):
     assert_others_stay(clone)
 
 
-def test_what_cannot_be_written_is_refused_before_anything_is_loaded(
+def test_invalid_outputs_are_refused_before_anything_is_loaded(
     run, pair, train, tmp_path, monkeypatch
 ):
     for name in ("infer.convert.load_target", "train.distill.load_tokenizer"):
