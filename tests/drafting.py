@@ -104,7 +104,7 @@ def calm_target_of(num_layers: int, folder: Path) -> Target:
     return load_target(folder, jnp.float32)
 
 
-_STARTED: dict[Any, Any] = {}  # parameters of drafters, by what they are made of
+_STARTED: dict[Any, Any] = {}  # parameters of drafters, by their configs
 
 
 def untrained(target: Target, method: str, config: Any, seed: int = 1) -> LoadedDrafter:

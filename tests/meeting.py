@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 
-PATIENCE = 30.0  # seconds for what comes at once, unless it never does
+PATIENCE = 30.0  # seconds for an event that is fast unless it never happens
 
 
 def wait_for(condition: Callable[[], object], seconds: float = PATIENCE) -> None:

@@ -17,10 +17,10 @@ from tests.conftest import arrays_of
 from tests.model_folders import save_random_pair
 from tests.oracle import random_pair
 
-NO_STOP: list[int] = []  # stop ids that stop nothing
+NO_STOP: list[int] = []  # stop ids: none
 CASES = [
     ("qwen3", 1),
-    pytest.param(("llama", 0), marks=pytest.mark.slow),  # the recorded and bundled pairs are such
+    pytest.param(("llama", 0), marks=pytest.mark.slow),  # as the recorded and bundled pairs
     pytest.param(("llama", 3), marks=pytest.mark.slow),
     pytest.param(("llama31", 3), marks=pytest.mark.slow),
     pytest.param(("qwen2", 1), marks=pytest.mark.slow),

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("moa_jax", "train", "infer", "configs")
-BANNED = ("torch", "tensorflow", "tests")  # in PACKAGES: tests may use what it likes
+BANNED = ("torch", "tensorflow", "tests")  # in PACKAGES: tests may import anything
 # Programs of other software that run as processes; no room may import them.
 PEERS = [f"infer.peers.{n}" for n in ("transformers_generate", "transformers_logits", "unpickle")]
 

@@ -87,6 +87,6 @@ def test_programs_take_a_pair(toy, monkeypatch, capsys):
     assert target_of() == "bundled"  # a pair in the cache is not the default
     monkeypatch.setenv("MOA_PAIR", "toy")
     assert target_of() == file
-    assert target_of("--target", DEMO / "target") == str(DEMO / "target")  # a flag beats it
+    assert target_of("--target", DEMO / "target") == str(DEMO / "target")  # a flag overrides it
     monkeypatch.setenv("MOA_PAIR", "other")
     assert "unknown pair 'other'" in refusal(target_of)

@@ -67,7 +67,7 @@ def is_setting(dotted: str) -> bool:
 @page
 def test_commands_have_their_flags(page):
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    text = re.sub(r"python -m\s*\n\s*", "python -m ", text)  # a command that a line breaks
+    text = re.sub(r"python -m\s*\n\s*", "python -m ", text)  # a command with a line break
     for program, kind, rest in COMMAND.findall(text):
         known = flags_of(program, *kind.split())
         for flag in FLAG.findall(rest):
@@ -88,7 +88,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / ".ci").iterdir())], ids=NAME)
 def test_paths_exist(page):
-    text = FENCED.sub("", page.read_text(encoding="utf-8"))  # code names files that are to be made
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))  # code names files that it creates
     for path in PATH.findall(text):
         assert (ROOT / path).exists(), path
 

@@ -109,7 +109,7 @@ UPDATE = f"ROOT %r = {W} dynamic-update-slice(%p.0, %p.0, %p.1)"
         ((f"%y = {W} while(%w), condition=%none, body=%f", INNER), ["transpose"]),
         ((f"%y = {W} reduce(%w), to_apply=%f", INNER), []),
         (f"%x1 = {W} copy(%w)\n  %y = {W} dynamic-update-slice(%x1, %w, %i)", ["copy"]),
-        # A fusion counts for what it gives.
+        # A fusion counts by its result.
         (fused(f"%s = {W} slice(%p.0)\n  ROOT %r = {W} bitcast(%s)", "%w", gives=W), ["slice"]),
         (fused(f"%s = {W} slice(%p.0)\n  ROOT %r = {W} multiply(%s, %s)", "%w", gives=W), []),
         (fused(UPDATE, "%w", "%i", gives=W), []),
@@ -174,7 +174,7 @@ def test_a_kernel_without_a_label_has_that_of_its_parts_or_of_the_next():
         ('custom-call(%x), custom_call_target="__cublas$gemm", ' + of("verify/"), True),
         ('custom-call(%x), custom_call_target="tpu_custom_call", ' + of("a/", "pallas_call"), True),
         ('custom-call(%x), custom_call_target="__gpu$TopK", ' + of("verify/", "top_k"), False),
-        ("copy(%x), " + of("a/", "pallas_call"), False),  # for the kernel, with its label
+        ("copy(%x), " + of("a/", "pallas_call"), False),  # a copy for the kernel, with its label
     ],
 )
 def test_a_product_is_distinguished_from_other_kernels(line, is_product):

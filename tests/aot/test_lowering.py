@@ -37,7 +37,7 @@ from tests.aot.test_hlo import fused, module
 
 H200 = machine("h200:1")
 LLAMA = SHAPES["meta-llama/Meta-Llama-3-8B-Instruct"]
-LAYERS = 4  # of the target in what a test compiles to see what moves
+LAYERS = 4  # layers of the target in compiled programs
 DRAFTS = {1: DraftShape(1), 8: DraftShape(8), 63: DraftShape(7, 8, 62)}
 PROMPT, ANSWER = 1000, 1000  # tokens
 
@@ -119,7 +119,7 @@ def level_and_target(rows: int) -> tuple[int, int]:
     return level, LAYERS * block(8, 14_336) + head + LAYERS * 2 * 8 * E * rows
 
 
-# Launches of a round with four layers: none may come back that went.
+# Launches of a round with four layers; removed launches must not return.
 LAUNCHES = {1: 80, 8: 260, 63: 280}
 
 
@@ -135,12 +135,12 @@ def test_decoding_moves_no_weight_and_no_cache(num_nodes):
     facts = in_child(report, "pair", num_nodes, rows)
     assert facts["moves"] == [] and facts["branches"] == ["while"]
     assert facts["temp"] < 0.1 * facts["weights"]
-    assert facts["products"] > 4 * LAYERS  # a whole round was read
+    assert facts["products"] > 4 * LAYERS  # `products` covers a whole round
     assert facts["launches"] <= LAUNCHES[num_nodes]
     # Activations are the rest, most of them logits and hidden states of a tree's 63 nodes.
     level, target = level_and_target(rows)
     assert 0.999 < facts["read"]["verify"] / (2 * target) < 1.12
-    # A level leaves out the weights of the memory's keys and values: extending reads them.
+    # A level reads no weights of the memory's keys and values: `extend` reads them.
     passes = {1: 0, 8: 7, 63: 6}[num_nodes]
     drafted = facts["read"].get("draft", 0)
     assert 0.99 * 2 * passes * level <= drafted < 1.03 * 2 * passes * level + 1

@@ -74,7 +74,7 @@ def test_the_last_line_is_the_verdict(planned, capsys, rows, code, verdict):
     assert lines[-1] == verdict
     assert planned == [(rows, True)]
     assert f"peak {1.123 + rows / 16:.3f}, limit 15.750" in "\n".join(lines)
-    assert lines[0].endswith("preset v5e:4x4")  # the config has one for it
+    assert lines[0].endswith("preset v5e:4x4")  # the config has a preset
     assert "collectives of a step: 224 all-gather of 15.000 GiB" in lines
     assert "65,536 tokens/s with padding, 50.0% model FLOP utilisation" in lines
 

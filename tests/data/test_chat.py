@@ -64,7 +64,7 @@ WORDS = "coffee table room 42 rain, naïve 日本 🙂 ok? USER: user assistant\
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer") / "small"
-    # A frequent ` USER` gets a token of its own, which then lies over the end of answers.
+    # A frequent ` USER` becomes one token, which then crosses the end of answers.
     texts = ["user assistant coffee table room in the rain, USER: ok? USER: ASSISTANT:"] * 9
     tk.train_tokenizer(iter(texts), 330, folder)
     return folder
@@ -230,7 +230,7 @@ def test_answers_that_continue_each_other_make_one_example():
     (example,) = chat.encode_ids([first, second | {"prompt_ids": [5, 7, 9, 6]}], 10, 99)
     assert example.tokens_T.tolist() == [5, 7, 9, 6, 3, 2]
     assert example.response_T.tolist() == [False, True, True, False, True, True]
-    for prompt in ([5, 7, 8, 6], [5, 7], [5]):  # another turn before it, as some templates write
+    for prompt in ([5, 7, 8, 6], [5, 7], [5]):  # preceded by another turn, as in some templates
         one, two = chat.encode_ids([first, second | {"prompt_ids": prompt}], 10, 99)
         assert (one.tokens_T.tolist(), one.response_T.tolist()) == ([5, 7, 9], [False, True, True])
         assert two.tokens_T.tolist() == [*prompt, 3, 2]

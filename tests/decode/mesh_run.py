@@ -34,7 +34,7 @@ from tests.pairs import NO_STOP
 # Four heads of keys and values: eight devices hold copies.
 CONFIG = TargetConfig("llama", 64, 2, BlockConfig(32, 8, 4, 8, 48, 1e-5, 10000.0, None), False, 256)
 WIDE = TinyPairs(CONFIG, heads=4)
-LONG = 16  # rows of caches that count as long here, where several texts are on a device
+LONG = 16  # limit of a short cache here, if several rows are on a device
 
 
 def drafted_on(name: str, mesh: Mesh) -> dict[str, Any]:

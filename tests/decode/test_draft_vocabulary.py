@@ -88,7 +88,7 @@ def test_saved_as_written_by_hand(tmp_path, target):
         {"d2t": D2T},
         {"t2d": T2D},
         {"d2t": D2T, "t2d": T2D},
-        {"d2t": np.array([5, 0, 2])},  # ids 5, 1, 4: a foreign head's order is of no matter
+        {"d2t": np.array([5, 0, 2])},  # ids 5, 1, 4: the order of the head does not matter
         {"d2t": D2T, "t2d": T2D, "lm_head.weight": np.zeros((3, 2), np.float32)},
     ],
     ids=["d2t", "t2d", "both", "unordered", "in a checkpoint"],
@@ -117,7 +117,7 @@ def test_refused_tensors(load, line, tensors):
 def test_another_tokenizer_is_refused_where_both_are_known(load, target):
     line = "was made for another tokenizer: .*file.safetensors states .* 1:0000"
     other = {"vocabulary": "1:" + "0" * 64}
-    # Its length is wrong too, and the cause is named first.
+    # The length is wrong too; the error names the cause first.
     assert re.search(line, refusal(load, other, t2d=T2D[:7]))
     same = {"vocabulary": fingerprint(read_token_ids(target.folder))}
     earlier = {"tokenizer_sha256": file_hash(target.folder / "tokenizer.json")}
@@ -140,7 +140,7 @@ def test_ranking_takes_the_most_frequent_and_of_ties_the_lower():
     assert [ranked(size) for size in (1, 2, 4)] == [[6], [2, 6], [1, 2, 6, 7]]
     assert ranked(6) == [0, 1, 2, 3, 6, 7]
     assert ranked(8) == list(range(8))
-    assert ranked(3, (5, 0, 5)) == [0, 5, 6]  # ids to keep take the place of the rarest
+    assert ranked(3, (5, 0, 5)) == [0, 5, 6]  # ids to keep replace the least frequent ids
     assert ranked(3, (6,)) == [2, 6, 7]
     assert "2 must be in it; ask for a size from 2 to 8" in refusal(ranked, 1, (4, 5))
 
@@ -224,7 +224,7 @@ def test_program_refuses_bad_input_in_one_line(tmp_path, run):
     flags = ["--target", DEMO, "--corpus", CONVERSATIONS, "--size", "100", "--output", fresh]
     for changed, words in [
         (["--output", taken], "exists already"),
-        # before the corpus is looked at, as counting may take long
+        # before the corpus is read, because counting may take long
         (["--size", "2049", "--corpus", "none"], "2048 tokens; ask for a size from 1 to 2048"),
         (["--sources", "nowhere"], "no records of nowhere"),
         (["--corpus", bad], "none of 2 records has an answer; of 2: a record of unknown"),

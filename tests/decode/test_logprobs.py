@@ -15,7 +15,7 @@ from tests.pairs import NO_STOP, Pair, random_pair_of
 PROMPTS = [[5, 9, 4, 17, 23], [11]]
 NEW, TOP = 20, 3
 CHAIN, TREE = DraftShape(4), DraftShape(4, 3, 8)
-# Raw log-probabilities are of none of these settings.
+# Raw log-probabilities ignore these settings.
 LAWS = [
     Sampling(0.9, top_k=9, frequency_penalty=1.0, seed=4),
     Sampling(repetition_penalty=1.2, logit_bias=((3, 2.0),)),

@@ -149,7 +149,7 @@ def kept_by_sorting(log_V: np.ndarray, k: int, p: float) -> tuple[np.ndarray, fl
     mass_V = np.where(np.arange(len(log_V)) < k, np.exp(sorted_V.astype(np.float64)), 0)
     before_V = np.cumsum(mass_V) - mass_V
     enough = p * mass_V.sum() if p < 1 else np.inf
-    # Equals stay or go together, so what comes before them is what comes before their first.
+    # Equal values are kept or removed together, so their sum starts at the first of them.
     first_V = np.searchsorted(-sorted_V, -sorted_V)
     chosen_V = (before_V[first_V] < enough) & (np.arange(len(log_V)) < k)
     return log_V >= sorted_V[chosen_V].min(), np.abs(before_V[first_V] - enough).min()

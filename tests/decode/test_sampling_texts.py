@@ -159,14 +159,14 @@ PROMPTS = [
     [6, 6],
 ]
 CHAIN = DraftShape(4)
-COUPLED = [  # every row another one; the first two use all that there is
+COUPLED = [  # all rows differ; the first two use all settings
     Sampling(0.8, 12, 0.95, 0.01, 1.2, ((4, 1.5), (9, -math.inf)), seed=3),
     Sampling(1.4, 9, 0.8, 0.05, 0.8, ((2, -1.0),), seed=4),
     Sampling(temperature=1.0, seed=5),
     Sampling(temperature=2.0, top_p=0.7, seed=7),
     Sampling(temperature=0.0, repetition_penalty=1.3),
     Sampling(temperature=0.0, repetition_penalty=1.1, logit_bias=((13, -3.0), (4, 2.0))),
-    # Tokens come again, and one that counted twice or late would change both texts.
+    # Tokens repeat; a token counted twice or late would change both texts.
     Sampling(temperature=0.7, presence_penalty=-1.0, frequency_penalty=0.5, seed=6),
     Sampling(temperature=0.0, presence_penalty=-1.0, frequency_penalty=0.5),
 ]
@@ -207,7 +207,7 @@ def test_penalties_of_answers_equal_their_definition(pair):
         found, expected = pair.results(CHAIN)[i], text_by_definition(pair, i, COUPLED[i])
         assert found.token_ids == expected and found.tau > 1
         off = dataclasses.replace(COUPLED[i], presence_penalty=0.0, frequency_penalty=0.0)
-        assert text_by_definition(pair, i, off) != expected  # so they decide something
+        assert text_by_definition(pair, i, off) != expected  # so the penalties matter
 
 
 def text_by_definition(pair: SampledPair, i: int, row: Sampling) -> list[int]:

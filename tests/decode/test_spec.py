@@ -62,7 +62,7 @@ def test_stream_equals_generate(tiny, seconds, monkeypatch):
     (whole,) = tiny.generate([ANSWERED], 20, NO_STOP)
     assert sum(parts, []) == result.token_ids == whole.token_ids
     assert result.accept_lengths == whole.accept_lengths
-    if seconds:  # the first call is of one round, since nothing was timed yet
+    if seconds:  # the first call has one round, because no time is known yet
         assert [len(part) for part in parts] == [1, whole.accept_lengths[0], len(parts[2])]
     else:
         assert [len(part) for part in parts[1:]] == whole.accept_lengths

@@ -24,7 +24,7 @@ from tests.pairs import NO_STOP
 CHAIN, LONG, TREE = DraftShape(3), DraftShape(5), DraftShape(3, 2, 4)
 NEW = 60
 SOME = PROMPTS[:4]
-BEHIND = 15  # rounds of a call; after three the drafter has more to read than one turn takes
+BEHIND = 15  # rounds of a call; after three, the drafter lags by more than a turn holds
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def test_a_drafted_round_of_a_lagging_drafter_leaves_it_lagging():
     known = lambda: found.state.round.draft_lag.draft_len_B.tolist()
     before = known()
     found.take(NO_DRAFT, 4)
-    found._lag = 0  # so that nothing catches up
+    found._lag = 0  # so that no catch-up runs
     found.take(CHAIN, 1)
     assert known() == before == [len(PROMPTS[1])]
     found._lag = 1

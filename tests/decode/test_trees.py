@@ -17,7 +17,7 @@ from tests.compare import assert_close
 from tests.conftest import golden_cases
 from tests.pairs import NO_STOP, prompts_of, recorded, simple_pair  # noqa: F401
 
-SAFE_GAP = 1e-5  # between scores that decided something: above it float32 agrees
+SAFE_GAP = 1e-5  # least gap between scores that decide: above this gap, float32 agrees
 SHAPES = {
     "d4b3t8": DraftShape(4, 3, 8),
     "d7b8t62": DraftShape(7, 8, 62),
@@ -51,7 +51,7 @@ def tree_session(folder, name: str) -> tuple[Session, object]:
             patch.setattr(tree_lib, "select", scored)
             state = step.advance(session.setup, weights, state, limits, law)
         ((tree, _),) = trees
-        return tree, scores, state  # no scores of a chain, from which nothing is left out
+        return tree, scores, state  # a chain has no scores, because select removes nothing
 
     return session, shown
 

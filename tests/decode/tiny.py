@@ -29,7 +29,7 @@ from moa_jax.config import (
 from moa_jax.model.quantize import Format, quantize_params
 from moa_jax.pretrained import LoadedDrafter, Target
 
-CONFIG = TargetConfig(  # layers are most of a program's time
+CONFIG = TargetConfig(  # layers take most of a program's time
     "llama", 64, 2, BlockConfig(16, 2, 1, 8, 24, 1e-5, 10000.0, None), False, 256
 )
 

@@ -121,7 +121,7 @@ def test_gradients_made_beside_the_logits_are_those_of_a_backward_pass(token):
 def test_token_losses_equal_their_definitions():
     rng = np.random.default_rng(0)
     p, q = (rng.dirichlet(np.ones(7), (2, 3)) for _ in range(2))
-    target_BTV, draft_BTV = np.log(p) + 3.0, np.log(q) - 1.0  # logits: any constant off
+    target_BTV, draft_BTV = np.log(p) + 3.0, np.log(q) - 1.0  # logits with any constant offset
     overlap_BT = np.minimum(p, q).sum(-1)
     np.testing.assert_allclose(losses.overlap(target_BTV, draft_BTV), overlap_BT, rtol=1e-5)
     total_variation_BT = 0.5 * np.abs(p - q).sum(-1)

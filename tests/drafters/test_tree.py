@@ -12,7 +12,7 @@ from moa_jax.model.topk import PIECE
 from tests.drafting import shown
 
 GUIDE = CandidateSampler(lambda x, _: x, None, None, 10)
-AFTER = {  # token -> probabilities of the next one; what the docstring does not name is below it
+AFTER = {  # token -> probabilities of the next token; tokens that the docstring omits have less
     5: {7: 0.5, 8: 0.4, 0: 0.1},
     7: {1: 0.5, 2: 0.3, 0: 0.2},
     8: {3: 0.9, 4: 0.1},

@@ -109,7 +109,7 @@ def kept(key: Any, make: Callable[[], Engine]) -> Engine:
     """Returns an engine that runs until the end of a test file, because compiling is slow."""
     if key not in SERVING:
         engine = SERVING[key] = make()
-        engine.session.background.submit = lambda *job, **rest: None  # what is there serves
+        engine.session.background.submit = lambda *job, **rest: None  # it is used again
         engine.start()
     return SERVING[key]
 

@@ -121,7 +121,7 @@ def test_a_full_queue_takes_nothing_more(started):
     request = Request((5,), 3, NO_STOP)
     with pytest.raises(QueueFull):  # requests that belong together are accepted together
         engine.submit(request, Listener(), others=3)
-    listeners = [Listener() for _ in range(3)]  # one of them need not wait long
+    listeners = [Listener() for _ in range(3)]  # one of them does not have to wait
     for others, listener in zip((2, 1, 0), listeners, strict=True):
         engine.submit(request, listener, others)
     with pytest.raises(QueueFull, match="try again later"):

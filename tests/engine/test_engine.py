@@ -367,7 +367,7 @@ def test_only_calls_that_ran_alone_correct_costs():
 def test_prompts_that_begin_alike_reuse_the_cached_prefix(name, monkeypatch):
     """Chats that continue, and prompts with a common prefix, have the same texts and drafts."""
     beginning = tuple((5 + 3 * i * i) % 61 for i in range(40))
-    tails = [(), (10, 8, 7), (10, 8, 6, 5), tuple(range(30)), (10, 8, 7)]  # as no answer begins
+    tails = [(), (10, 8, 7), (10, 8, 6, 5), tuple(range(30)), (10, 8, 7)]  # no answer begins so
     requests = [Request((*beginning, *tail), 20, NO_STOP, LAWS[i]) for i, tail in enumerate(tails)]
     answer = alone(requests[1])[0]
     requests.append(Request((*requests[1].prompt_ids, *answer, 3, 4), 20, NO_STOP))
@@ -384,8 +384,8 @@ def test_prompts_that_begin_alike_reuse_the_cached_prefix(name, monkeypatch):
         if reuses:
             tokens = sum(len(request.prompt_ids) for request in requests)
             assert new("prefix_lookup_tokens") == new("prompt_tokens") == tokens
-            # The beginning; two tokens more; the beginning; all but the last of a prompt that
-            # was read; and a whole answer but its last token, which no cache holds.
+            # The beginning; two tokens more; the beginning; the last cached prompt but one token;
+            # and a whole answer but its last token, which is not in the cache.
             assert new("prefix_tokens") == 40 + 42 + 40 + 42 + (43 + 19)
             assert now.kept_bytes > 0
         else:

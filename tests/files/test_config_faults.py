@@ -44,7 +44,7 @@ FAULTS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_key_value_heads": -2}, "num_kv_heads is -2; choose a whole number"),
         ({"vocab_size": "50"}, "vocab_size is '50'; choose a whole number"),
         ({"eos_token_id": ["<end>"]}, WRONG_TYPE),
-        # two values of one thing
+        # two values of one setting
         ({"rope_theta": 5e5}, "rope_parameters.rope_theta is 10000.0 and rope_theta is 500000.0"),
         ({"layer_types": ["full_attention"]}, "num_hidden_layers is 5 and layer_types is"),
     ],

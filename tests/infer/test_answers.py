@@ -86,7 +86,7 @@ def test_a_crash_costs_one_question_at_most(folder):
     ]
     for cut, at in cuts:
         plain.write_bytes(whole[plain])
-        chain.write_bytes(whole[chain][: first[chain]])  # written after it
+        chain.write_bytes(whole[chain][: first[chain]])  # written after the plain answer
         cut.write_bytes(whole[cut][:at])
         kept = opened(folder)
         assert [kept.has(question) for question in QUESTIONS] == [True, False, False], (cut, at)

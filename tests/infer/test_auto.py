@@ -101,7 +101,7 @@ def test_other_models_weights_and_cores_have_costs_of_their_own(tmp_path, monkey
 
 
 def test_without_a_compile_cache_costs_stay_in_memory(monkeypatch):
-    monkeypatch.undo()  # of the folder that conftest.py takes away
+    monkeypatch.undo()  # conftest.py removes the folder
     places = {None: None, "gs://bucket/somewhere": None, "somewhere": Path("somewhere/costs")}
     for place, found in places.items():
         held = SimpleNamespace(jax_compilation_cache_dir=place, jax_enable_compilation_cache=True)

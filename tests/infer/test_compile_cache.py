@@ -80,7 +80,7 @@ def test_leftovers_of_a_kill_are_removed(monkeypatch, tmp_path):
     folder.mkdir(parents=True)
     for name in ("whole-cache", "whole-atime", "cut-cache", "young-cache"):
         (folder / name).touch()
-        os.utime(folder / name, (0, 0) if name != "young-cache" else None)  # perhaps under way
+        os.utime(folder / name, (0, 0) if name != "young-cache" else None)  # perhaps still in use
     compile_cache.use()
     assert {path.name for path in folder.iterdir()} == {"whole-cache", "whole-atime", "young-cache"}
     assert os.environ[compile_cache.FOLDER] == str(folder)

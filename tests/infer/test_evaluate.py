@@ -14,7 +14,7 @@ from moa_jax import Session, load_drafter, load_target
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.pretrained import save_drafter
 
-DIGITS = "1234567 " * 4  # a token each, so that all prompts are alike
+DIGITS = "1234567 " * 4  # one token each, so that all prompts have equal lengths
 QUESTIONS = [
     {"question_id": 1, "category": "a", "turns": [DIGITS, "1"]},
     {"question_id": 2, "turns": ["2" + DIGITS, "1" * 600]},

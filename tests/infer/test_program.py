@@ -111,7 +111,7 @@ def test_a_fault_of_ours_keeps_its_traceback():
 
 def test_a_closed_pipe_is_quiet():
     program = "from infer.cli import program; program.run(lambda arguments: print('x'))"
-    buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # what is left in a buffer fails last
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # the rest of a buffer fails last
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as closed:

@@ -130,7 +130,7 @@ def test_sequences_use_their_slots_alone(case, kernel):
     attend = KERNELS.get(kernel, attention.by_einsum)
     mixed, written = jax.jit(attend)(packed, turn, slots, sight)
     expected, rows = by_einsum(packed, turn, past, sight)
-    if first:  # a token that sees nothing has zeros
+    if first:  # a token that attends to nothing has zeros
         expected = jnp.where(attention.sees_anything(sight)[..., None, None], expected, 0)
     np.testing.assert_allclose(mixed, expected, atol=2e-6)
     for leaf, one in zip(written.kv, rows, strict=True):

@@ -81,7 +81,7 @@ def test_places_that_contradict_each_other_are_refused(change, line):
     first, second, third = places(3)
     told, found, wrong = lines(first, second, third._replace(**change))
     assert line in told
-    for each in (found, wrong):  # process 0 has ended where one comes late
+    for each in (found, wrong):  # process 0 has ended if the process connects late
         assert line in each or "did not answer" in each
 
 

@@ -95,7 +95,7 @@ def test_soak_of_clients_of_all_kinds(tmp_path):
     """Runs MOA_SOAK_SECONDS, by default five minutes: answers are right, and memory is flat."""
     asks = mixed(40, 1)
     for ask in asks:
-        assert ask.expected  # so that no time of the soak is spent here
+        assert ask.expected  # computed now, not during the soak
     with program(tmp_path) as served:
         opened = lambda: len(os.listdir(f"/proc/{served.process.pid}/fd"))
         assert_nothing_is_held(served)
@@ -111,7 +111,7 @@ def test_soak_of_clients_of_all_kinds(tmp_path):
         assert all(counts), counts
         assert_nothing_is_held(served)
         wait_for(lambda: opened() <= files + 2)
-    # A pass needs memory for itself, so what stays between passes is seen in the least size.
+    # A pass allocates memory, so the least size shows memory that stays between passes.
     third = len(sizes) // 3
     before, after = sizes[third : 2 * third], sizes[2 * third :]
     assert min(after) < min(before) * 1.03 + 10, sizes

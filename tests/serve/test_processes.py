@@ -145,17 +145,17 @@ def healths(served: ServedProgram) -> list[int]:
     ("how", "line", "seconds"),
     [
         (signal.SIGKILL, "process 1 has died", 10),
-        (signal.SIGSTOP, "process 1: no sign of life for 20 s", 35),  # as where its machine is gone
+        (signal.SIGSTOP, "process 1: no sign of life for 20 s", 35),  # as on a lost machine
     ],
     ids=["killed", "silent"],
 )
-def test_a_process_that_dies_ends_the_group_at_once(how, line, seconds, tmp_path):
+def test_a_process_that_dies_ends_the_group_in_time(how, line, seconds, tmp_path):
     """Rows are split between the two processes, so each device has half of the answers."""
     with two_serving(tmp_path, "data=2") as (served, other):
         with ten_requests(served) as asking, ThreadPoolExecutor(1) as looking:
             health = looking.submit(healths, served)
             other.send_signal(how)
-            # Whichever is noticed first: the end of the process, or a collective that breaks.
+            # The server reports the first event: the end of the process, or a failed collective.
             lines = (line, "the engine failed at this request")
             for each in asking:
                 assert each.result(60).startswith(lines)
@@ -237,7 +237,7 @@ def together(first: list[str], second: list[str], *both: str, env=None) -> list[
             each.kill()
 
 
-# The target's bytes that this process reads, where each has half of what is cut.
+# The share of the target's bytes that each of two processes reads.
 READ = """
 from infer.cli.flags.pair import DEMO
 from moa_jax.files import packed
@@ -265,7 +265,7 @@ def test_two_processes_report_the_margin_of_a_tie():
     (first, _, told), (second, *_) = together(command, command, "--mesh", "tensor=2")
     assert (first.returncode, second.returncode) == (1, 1)
     (margin,) = re.findall(r"^check: .*; the target prefers plain's by (\S+)$", told, re.MULTILINE)
-    assert -100 < float(margin) < 0  # for plain's token is made up
+    assert -100 < float(margin) < 0  # plain's token is made up
 
 
 @pytest.mark.parametrize("reported", [Failure(1, "a bad file", 2), None])

@@ -157,13 +157,13 @@ def test_a_slow_reader_gets_everything_and_delays_no_other():
     with Running(engine, send_seconds=600) as server:
         body = LONG | {"max_tokens": 6000, "stream": True, "return_token_ids": True}
         with server.socket(COMPLETIONS, body, receive_bytes=4096) as slow:
-            wait_for(lambda: engine.ended == {0: "length"}, 300)  # nothing was read
+            wait_for(lambda: engine.ended == {0: "length"}, 300)  # the client has read nothing
             assert server.post(COMPLETIONS, LONG).status_code == 200
             data = read_until(slow, b"[DONE]")
         events = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: {")]
         found = sum((json.loads(event)["choices"][0]["token_ids"] for event in events), [])
         assert found == answer_of(engine.requests[0])
-        assert len(events) < 1900  # what waited came together
+        assert len(events) < 1900  # waiting outputs were merged
 
 
 def test_a_reader_that_stops_reading_is_disconnected():
@@ -186,7 +186,7 @@ def test_connections_without_progress_are_closed(monkeypatch, begun):
         read_until(slow, b'"ok"')
         assert idle.recv(10) == b""
         time.sleep(0.4)
-        slow.sendall(whole)  # one that owes nothing is kept
+        slow.sendall(whole)  # an idle connection after a request is kept
         read_until(slow, b'"ok"')
         slow.sendall(begun)
         with contextlib.suppress(ConnectionResetError):

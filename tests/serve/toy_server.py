@@ -27,7 +27,7 @@ from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.engine import EngineStats, QueueFull, Request, RequestOutput
 from tests.meeting import PATIENCE, wait_for
 
-VOCAB, EOS, FIRST = 2048, 4, 6  # of the bundled tokenizer; ids from FIRST on are no special tokens
+VOCAB, EOS, FIRST = 2048, 4, 6  # of the bundled tokenizer; ids below FIRST are special tokens
 TOKENIZER = load_tokenizer(DEMO / "target")
 
 

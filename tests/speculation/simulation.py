@@ -53,7 +53,7 @@ TEXTS: dict[str, list[Stretch]] = {
     "0.3 to 0.9": [even(0.3, 1500), even(0.9, 1500)],
     "0.9 to 0.3": [even(0.9, 1500), even(0.3, 1500)],
 }
-# Rows, and the range of an answer's tokens; one answer without.
+# Rows, and the range of an answer's tokens; None is one long answer.
 SETTINGS: dict[str, tuple[int, tuple[int, int] | None]] = {
     "one row": (1, None),
     "eight rows": (8, None),

@@ -303,7 +303,7 @@ def test_a_round_counts_by_its_measured_time_unless_it_is_stalled():
 def test_gains_are_not_spent_on_probes():
     found = promising()
     found.debt_ms = -KEPT
-    costs = TWO | {CHAIN: 2.6}  # of 3 tokens at most
+    costs = TWO | {CHAIN: 2.6}  # chains of at most 3 tokens
     assert found.next(costs).shape == CHAIN and found.debt_ms == -KEPT
     found.acceptance.update(CHAIN, [0] * 14, 14)
     assert found.next(costs).shape == CHAIN and found.debt_ms == 0.0

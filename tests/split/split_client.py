@@ -75,7 +75,7 @@ def alone(text: Sequence[int], count: int) -> list[int]:
 class ToyDrafter:
     """`ClientDrafter` with a hash as its model; checks that its caches would hold the text."""
 
-    may_draft: Callable[[], bool] = staticmethod(lambda: True)  # until it is so, chains wait
+    may_draft: Callable[[], bool] = staticmethod(lambda: True)  # chains wait until it is True
 
     def __init__(self, can_go_on: bool = True) -> None:
         self.leaves, self.cfg = SPECS, SimpleNamespace(vocab_size=VOCAB)
@@ -83,7 +83,7 @@ class ToyDrafter:
         self.reset(Sampling())
 
     def reset(self, sampling: Sampling, prompt_length: int = 0) -> None:
-        self.rows: list[tuple[str, int]] = []  # where from, and the token
+        self.rows: list[tuple[str, int]] = []  # source, and token
 
     def warm(self, counts: Sequence[int], shapes: Sequence[DraftShape] = ()) -> None:
         """Compiles nothing."""
@@ -215,9 +215,9 @@ def server_at(port: int, **changes: Any) -> ServerAddress:
 def nothing_left() -> Iterator[None]:
     """Fails if threads or open files remain; warnings of sockets fail by themselves."""
     before = _held()
-    gc.freeze()  # what lives by now is not what the test leaves: the next searches pass over it
+    gc.freeze()  # later searches skip objects that exist before the test
     yield
-    # A server takes its time to close its own.
+    # A server closes its own sockets later.
     wait_for(lambda: all(now <= then for now, then in zip(_held(), before, strict=True)))
 
 
@@ -355,7 +355,7 @@ def spoiler(seed: int, chances: int, share: float = 0.3) -> Spoil:
     def spoil(message: bytes, seen: list[bytes]) -> list[Any]:
         ready = [message, *held]
         held.clear()
-        if left[0] and len(seen) > 2 and chance.random() < share:  # a server is there
+        if left[0] and len(seen) > 2 and chance.random() < share:  # the client has a server
             left[0] -= 1
             kind = chance.choice(["twice", "late", "never", "old", "text", "cut", "close", "fault"])
             if kind == "late":

@@ -231,7 +231,7 @@ class Client:
 
     def drop(self) -> None:
         """Closes the link without a goodbye."""
-        with contextlib.suppress(OSError):  # the server was faster
+        with contextlib.suppress(OSError):  # the server closed first
             self.socket.socket.shutdown(socket.SHUT_RDWR)
         self._stack.close()
 

@@ -108,7 +108,7 @@ def test_split_client_reports_a_missing_server(ask, server):
     assert "nothing answers there" in refused(ask(*IDS, url=wrong))
     said = refused(ask(*IDS, port=free_port()))
     assert "start infer.server there, or give --offline" in said
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, no more
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it only accepts connections
         url = f"ws://127.0.0.1:{silent.getsockname()[1]}/v1/split"
         assert "no answer in time" in refused(ask(*IDS, "--timeout", 0.2, url=url))
 

@@ -101,7 +101,7 @@ def test_disconnect_real_pair_writes_what_one_process_writes(
     assert drops
 
 
-# The bundled pair, in a process of its own
+# The bundled pair, in a separate process
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_disconnect_soak_of_32_clients(demo, program):
                 sizes.append(int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20)
                 time.sleep(1)
         assert all(client.result() for client in running)
-    # A pass needs memory for itself, so what stays between passes is seen in the least size.
+    # A pass allocates memory, so the least size shows memory that stays between passes.
     third = len(sizes) // 3
     before, after = sizes[third : 2 * third], sizes[2 * third :]  # all programs are compiled
     assert min(after) < min(before) * 1.03 + 10, sizes

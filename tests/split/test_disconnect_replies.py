@@ -142,4 +142,4 @@ def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
     options = dataclasses.replace(CHAIN, reconnect_seconds=30 if kind == "Opened" else 0.5)
     with relayed(server.port, spoil) as port:
         found = ask(server_at(port), options, PROMPT, NEW, haste=0.3)
-    found.check("verify" if kind == "Opened" else "keep")  # which is not needed to resume
+    found.check("verify" if kind == "Opened" else "keep")  # a resume sends no Opened

@@ -55,7 +55,7 @@ def is_silent(*ends: socket.socket) -> bool:
 
 
 def test_a_lane_delays_and_paces():
-    lane = Lane(Profile("", delay_ms=10.0, rate_mbit=8.0), 0, "up")  # a byte in a microsecond
+    lane = Lane(Profile("", delay_ms=10.0, rate_mbit=8.0), 0, "up")  # a byte takes a microsecond
     assert lane.due(1.0, 1000) == pytest.approx(1.011)
     assert lane.due(1.0, 1000) == pytest.approx(1.012)  # it waits for the first one
     assert lane.due(5.0, 500) == pytest.approx(5.0105)
@@ -87,7 +87,7 @@ def test_cut_is_silent_and_heal_delivers_the_rest():
         server.sendall(b"unheard")
         assert is_silent(server, client)
         wait_for(lambda: proxy.carried == {"up": 6, "down": 0})
-        with dial(proxy) as late:  # taken, and then nothing
+        with dial(proxy) as late:  # accepted, then silent
             assert is_silent(late)
             assert is_silent(listener)  # the target has no such connection
             proxy.heal()

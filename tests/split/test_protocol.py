@@ -276,7 +276,7 @@ def test_headers_that_promise_much_allocate_little():
 # ---- hostile bytes ------------------------------------------------------------------------
 
 TRIALS = 1000
-PARTS = [  # of msgpack: heads of each sort, often with more promised than there is
+PARTS = [  # msgpack headers of each kind, often with larger lengths than the data
     *(bytes((head,)) for head in b"\xc0\xc1\xc2\xc3\x80\x81\x8f\x90\x9f\xa1\xff"),
     *(bytes((head,)) + size for head in range(0xC4, 0xE0) for size in (b"\xff" * 4, b"\0\0\0\1")),
 ]

@@ -110,7 +110,7 @@ def test_split_client_drafts_alone_and_the_target_verifies_later(pair, slots, dr
     split.open(PROMPTS[0], Sampling())
     split.take(slots.verify([split.draft(3)])[0])
     alone = []
-    while len(alone) < 10:  # in calls of three, as they are shown
+    while len(alone) < 10:  # in calls of three tokens
         alone += drafter.chain([*split.text, *alone], split.known, 3)
     assert alone == drafter.chain(split.text, split.known, 12)
     split.take(slots.verify([DraftRequest(split.slot, alone, list(range(12)))])[0])

@@ -73,7 +73,7 @@ def test_events_are_lines_that_a_full_pipe_cannot_stop():
         for count in range(50):
             log("open", tokens=count, session=None)
         stream.free.set()
-        wait_for(lambda: stream.getvalue() and not log._lines.qsize())  # or one more has no room
+        wait_for(lambda: stream.getvalue() and not log._lines.qsize())  # else the queue is full
         log("close", reason="done")
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert lines[0].keys() == {"time", "event", "tokens"} and lines[-1]["event"] == "close"

@@ -53,7 +53,7 @@ def test_split_stream_is_sent_by_token_and_again_after_a_lost_link(server):
         parts = client.reply()
         assert sum((part.tokens for part in parts), []) == plain(PROMPT, 20)[1:]
         assert len(parts) == 19 and parts[-1].done == "length"
-    for known in (0, 7, 100):  # tokens of the answer that came; the last part always comes
+    for known in (0, 7, 100):  # received tokens of the answer; the last part is always sent
         with Client(server) as back:
             assert back.resume(client.session, 0, len(PROMPT) + known) == protocol.Resumed(1)
             assert back.reply() == (parts[known:] or parts[-1:])
@@ -169,7 +169,7 @@ def test_split_silence_ends_connections_and_frees_their_slots():
         with Client(server) as client:
             client.open(PROMPT)
             change_limits(server, idle_seconds=0.2)
-            client.draft(1)  # the silence after it is what counts
+            client.draft(1)  # the idle time starts after this call
             assert ended(client).code == "gone"
         server.wait(lambda: server.slots.slots == [None] * 4)
         assert server.named("close")[-1]["reason"] == "idle"
@@ -244,7 +244,7 @@ def test_split_fuzz_of_a_thousand_messages_leaves_server_memory_and_others_alone
         server.wait(lambda: len(server.service._sessions) == 1)
         assert server.metric("split_failures_total") == 0
         assert server.get("/health").status_code == 200
-        # Of each connection nothing is left but its events.
+        # The server keeps only the events of a connection.
         assert len(asyncio.all_tasks(server.loop)) < 16
 
 
@@ -255,7 +255,7 @@ def test_split_metrics_count_as_vllm_does():
         client.draft(1, [right[0], right[1], (right[2] + 1) % 97])
         client.draft(2)  # a plain step
         client.send(protocol.Close())
-        client.open(PROMPT + [5], prompt_length=20, root_given=True)  # its root was picked before
+        client.open(PROMPT + [5], prompt_length=20, root_given=True)  # root picked before
         text = server.get("/metrics").text
         for line in (
             "generated_tokens_total 5.0",

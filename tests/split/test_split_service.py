@@ -167,7 +167,7 @@ async def test_split_queue_has_an_end_and_a_deadline(work):
     assert [(await refusal(each))[0] for each in (waiting, work.open([3]))] == ["draining"] * 2
 
 
-@over_work(resume_seconds=0.2)  # looked after four times in that time
+@over_work(resume_seconds=0.2)  # checked four times in that time
 async def test_split_lost_sessions_expire_by_the_clock(work):
     lost, kept = await work.open([1]), await work.open([2])
     work.service.disconnect(lost)
@@ -219,7 +219,7 @@ async def test_split_failures_end_their_sessions_and_show_in_health(work):
         work.slots.error = None
     assert "users" not in repr(work.events)
     assert len([1 for event, _ in work.events if event == "error"]) == 3
-    assert work.service.healthy  # it worked in between
+    assert work.service.healthy  # a step in between succeeded
     work.slots.error = RuntimeError("again")
     for _ in range(3):
         session = await work.service.open(opening([5]), AS_IS, ignore_refusal)

@@ -13,7 +13,7 @@ from typing import Any
 
 from moa_jax.data.tokenizer import load_tokenizer
 
-Fault = Callable[["Handler"], bool]  # True where it has answered in place of the server
+Fault = Callable[["Handler"], bool]  # True if it has replied itself
 
 
 def scripted_answer(

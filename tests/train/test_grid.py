@@ -139,7 +139,7 @@ def test_a_finished_run_of_other_settings_or_data_is_no_result(tmp_path, monkeyp
     assert "optim.total_steps: 12 -> 13" in refused
     data.write_text(data.read_text() + "\n")
     assert f"{data}: other content" in refusal(grids.rows_of, grid)
-    data.unlink()  # a report needs no data
+    data.unlink()  # a report does not read the data
     assert len(grids.rows_of(grid)) == 1
 
 

@@ -65,7 +65,7 @@ SERVING_ENDS = [
     ([1, 1, 0], 3, 0),
     ([137, 134, 139, 143, 0], 5, 0),  # srun has the code of a killed or aborted task
     ([2], 1, 2),
-    ([137] * 9, 5, 137),  # it cannot start
+    ([137] * 9, 5, 137),  # the server cannot start
     (["1 ready"] * 6 + [0], 7, 0),
 ]
 SRUN = """
@@ -135,7 +135,7 @@ def environment(folder: Path, wish: str) -> dict[str, str]:
 SLURM_ENDS = [
     ("finish", 0, False),
     ("save", 0, True),
-    ("fail", 0, True),  # it got on since it started
+    ("fail", 0, True),  # it made progress since its start
     ("refuse", BAD_INPUT, False),
     ("nothing", 1, False),
 ]
@@ -143,7 +143,7 @@ SLURM_ENDS = [
 
 @pytest.mark.parametrize("wish, code, again", SLURM_ENDS, ids=[wish for wish, *_ in SLURM_ENDS])
 @pytest.mark.parametrize("name", SLURM)
-def test_slurm_starts_again_while_a_run_gets_on(tmp_path, name, wish, code, again):
+def test_slurm_starts_again_while_a_run_makes_progress(tmp_path, name, wish, code, again):
     script = ["bash", CONFIGS / name, "configs/tiny.py", "--optim.total_steps", "9 9"]
     ran = subprocess.run(script, env=environment(tmp_path, wish), capture_output=True, text=True)
     assert (ran.returncode, (tmp_path / "run.scontrol").exists()) == (code, again), ran.stderr

@@ -21,7 +21,7 @@ from tests.model_folders import refusal
 from tests.train import mesh_run
 
 STEPS = 20
-MESHES = {  # beside each, the case of one device that it must equal
+MESHES = {  # with the case of one device that each must equal
     "2,2,2": "1,1,1",
     "1,4,1": "1,1,1",
     "1,2,2,copied": "1,1,1",
@@ -63,7 +63,7 @@ def test_meshes_train_as_one_device(results, case):
     found, alone = results[case], results[MESHES[case]]
     assert len(found) == len(alone) == STEPS
     if case.endswith("bfloat16"):
-        np.testing.assert_allclose(found[:2], alone[:2], rtol=1e-4)  # then roundings add up
+        np.testing.assert_allclose(found[:2], alone[:2], rtol=1e-4)  # later, errors add up
     np.testing.assert_allclose(found, alone, rtol=1e-2 if "bfloat16" in case else 1e-5)
 
 

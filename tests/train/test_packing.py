@@ -31,7 +31,7 @@ BLOCK = BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None)
 TARGET = TargetConfig("llama", 96, 3, BLOCK, False, 64)
 SMALL = dataclasses.replace(TARGET, num_layers=1)
 MOA = (1, 24, 1, 24, 2, 16)
-# One period and no staircase: rows draw both, and these rows hold other conversations.
+# One period and no staircase: rows draw both, and packed rows hold other conversations.
 MASKS = MaskConfig(shortest_future=6, longest_future=6, staircase=False)
 KINDS = {
     "moa": (MoaConfig(*MOA), Objective(MASKS)),

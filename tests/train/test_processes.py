@@ -112,7 +112,7 @@ def test_a_fault_on_one_process_ends_both():
 
 
 SOON = "processes.HEARTBEAT_TIMEOUT_S = 2; "
-# One thread keeps the interpreter to itself for some seconds.
+# One thread holds the interpreter lock for some seconds.
 BUSY = "import sys; sys.setswitchinterval(100); end = time.monotonic() + {}; "
 BUSY += "sum(iter(lambda: float(time.monotonic() > end), 1.0)); sys.setswitchinterval(0.005)"
 AGAIN = "import os, signal, threading; once_more = (os.getpid(), signal.SIGINT); "
@@ -157,7 +157,7 @@ LOSSES = {  # which process is lost and how, what the other one does, and its li
     "0 dies": (0, KILLED, FOR_A_WORD, HAS_DIED),
     "1 dies": (1, KILLED, WAIT, HAS_DIED),
     "1 dies, 0 ends": (1, KILLED, "pass", HAS_DIED),
-    # Without process 0 jax aborts one that is busy.
+    # Without process 0, JAX aborts a busy process.
     "1 dies, 0 is busy": (1, KILLED, BUSY.format(4), HAS_DIED),
     "1 dies, 0 cannot write": (1, KILLED, FULL, []),
 }
@@ -269,7 +269,7 @@ def test_a_run_of_several_processes_compares_settings_models_and_data(
     described, tokenizer = describe_target(small_target), load_tokenizer(small_target)
     load = lambda: batches.load(config.data, tokenizer, described.config.vocab_size, "train")[0]
     rows, edited = load(), load()
-    edited.rows.tokens_BT[edited.numbers(1)[0], 3] ^= 1  # of a row that is not among the first
+    edited.rows.tokens_BT[edited.numbers(1)[0], 3] ^= 1  # a row outside the first batch
 
     def differing(config=config, train=rows, validation=rows):
         theirs = distill._facts(config, described, tokenizer, train, validation)

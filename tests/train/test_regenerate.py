@@ -161,7 +161,7 @@ def test_an_interrupted_run_is_resumed(ask, scripted, tmp_path, monkeypatch, kin
     """The file equals that of an unbroken run, with half a line lost and another batch size."""
     ask(tmp_path / "whole.jsonl", "--limit", "15", "--batch", "4", *kind)
     output = tmp_path / "cut.jsonl"
-    for batch, count in (("4", 6), ("3", 9)):  # twice: what follows half a line must be read, too
+    for batch, count in (("4", 6), ("3", 9)):  # twice, to read entries after half a line
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             cut_after(patch, count)
             ask(output, "--limit", "15", "--batch", batch, *kind)

@@ -99,7 +99,7 @@ def test_killed_again_and_again_it_resumes_to_the_same_bits(whole, tmp_path):
     chance, kills = random.Random(0), 0
     for _ in range(4):
         saved = [p.name for p in tmp_path.glob("run/checkpoints/*") if p.name.isdigit()]
-        left = 11 - max(map(int, saved), default=0)  # of twelve, but for the last: none may end
+        left = 11 - max(map(int, saved), default=0)  # before the last update: no run ends
         started = min(chance.randrange(1, 7), left)
         with running(tmp_path, updates=min(started + 1, left)) as process:
             for _ in range(started):

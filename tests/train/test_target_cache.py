@@ -131,7 +131,7 @@ def test_a_disk_without_room_is_refused_beforehand(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=size - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert "make room" in refusal(cache.check_room, 1.0)
-    (tmp_path / "last.partial").write_bytes(b"1234")  # it is written over
+    (tmp_path / "last.partial").write_bytes(b"1234")  # the build overwrites it
     cache.check_room(size / 1e9)
 
 
@@ -160,7 +160,7 @@ def test_damaged_files_are_refused(tmp_path):
         assert "last is damaged (row 1 has changed); remove it" in refused
     (tmp_path / "cache.json").write_text('{"target')
     assert "cache.json is not valid JSON" in refusal(cache_in, tmp_path)
-    (tmp_path / "cache.json").rename(tmp_path / "letter.txt")  # another's folder is left alone
+    (tmp_path / "cache.json").rename(tmp_path / "letter.txt")  # a foreign folder is not changed
     assert "is no target cache" in refusal(cache_in, tmp_path)
 
 

@@ -52,7 +52,7 @@ def test_a_run_starts_from_the_weights_of_another(small_target, distilled, tmp_p
 
 # Without the extra parts, because the authors' layouts lack them.
 MOA = dataclasses.replace(demo_drafter.config.drafter, hidden_in_memory=False)
-EAGLE3 = Eagle3Config(1, 24, draft_ids=tuple(range(0, 2048, 4)))  # its head is of some tokens
+EAGLE3 = Eagle3Config(1, 24, draft_ids=tuple(range(0, 2048, 4)))  # its head covers some tokens
 
 
 STARTS = [("moa", layout) for layout in ("ours", "authors", "vllm", "speculators")]

@@ -18,7 +18,7 @@ TARGET = DEMO / "target"
 HELLO = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello!"}]
 TALK = [*HELLO, {"role": "user", "content": "And now?"}, {"role": "assistant", "content": "Tea."}]
 SYSTEM = {"role": "system", "content": "Be brief."}
-R1 = (  # opens a thought in the prompt, and cuts thoughts out of all answers
+R1 = (  # opens a thought in the prompt, and removes thoughts from all answers
     "{{ bos_token }}{% for m in messages %}{% set text = m['content'].split('</think>')[-1] %}"
     "{{ '<|' ~ m['role'] ~ '|>' ~ text ~ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|><think>' }}{% endif %}"
