@@ -207,7 +207,7 @@ def small_target(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """SmolLM2-135M-Instruct as a GGUF file in the user's cache; skips where it cannot be had."""
+    """SmolLM2-135M-Instruct as a GGUF file in the user's cache; skips if it is unavailable."""
     try:
         return locate("smollm2")[0]
     except InputError as error:

@@ -1,4 +1,4 @@
-"""The breaks of `tests.mutations` apply to the files as they are."""
+"""The breaks of `tests.mutations` apply to the current files."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ ANSWERS = [{"prompt_ids": [5], "token_ids": [7, 9], "finish_reason": "length"}]
     ],
 )
 def test_ids_override_messages(tokenizer, record, wanted):
-    """A record without ids is rendered, whatever else its key `answers` holds."""
+    """A record without ids is rendered, for any content of its key `answers`."""
     (example,) = chat.encode_record(tokenizer, record, len(tokenizer), 99)
     if wanted is None:
         wanted = chat.encode(tokenizer, HELLO, 99).tokens_T.tolist()

@@ -171,7 +171,7 @@ def accepted(rows: list[Result]) -> int:
 
 @contextlib.contextmanager
 def engine_for(case: Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """An engine with fewer slots than requests, that is not started."""
+    """An engine with fewer slots than requests, which is not started."""
     shape = SHAPES.get(case.shape, CHAIN)
     settings = {"num_slots": 2, "max_tokens": 64, "chunk": 16} | case.settings
     engine = Engine(case.target, case.drafter, shape, **settings)

@@ -174,7 +174,7 @@ PENALISED_ROWS = (6, 7)
 
 
 class SampledPair:
-    """A small random pair that agrees now and then, its sessions, and its torch model."""
+    """A small random pair that accepts some drafts, its sessions, and its torch model."""
 
     def __init__(self, folder) -> None:
         sizes = dict(vocab_size=24, num_hidden_layers=2, eos_token_id=None)

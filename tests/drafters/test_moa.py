@@ -50,7 +50,7 @@ class MoaPair:
 
     @functools.cached_property
     def tap(self):
-        """(batch) -> what a target pass gives the drafter."""
+        """(batch) -> the activations of a target pass that the drafter reads."""
         functions = make(self.drafter.config, self.target.config)
         one = lambda batch: tap(
             self.target.config, functions, self.target.params, batch, jnp.float32
