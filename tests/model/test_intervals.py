@@ -102,7 +102,7 @@ PLATFORMS = ["gpu", "tpu"] if HERE == "cpu" else [HERE]
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("name", [*MASKS[1:4], pytest.param("fed_back_2", marks=pytest.mark.slow)])
 def test_kernels_equal_the_einsum_forward_and_backward(name, platform):
-    """Rows are packed and padded; some tokens attend to nothing of a part, or to all of it."""
+    """Rows are packed and padded; some tokens attend to no token of a part, or to all tokens."""
     seen = intervals(name, 1)
     given, towards_BTKGE = drawn(seen.first_PBT.shape[0])
     sees_BT11 = attention.sees_anything(seen)[..., None, None]

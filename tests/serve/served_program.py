@@ -181,7 +181,7 @@ def answer(client: httpx.Client, ask: Ask, pause: float = 0.0) -> tuple[str, str
 
 
 def assert_right(ask: Ask, found: tuple[str, str]) -> None:
-    """Asserts that an answer is plain decoding's, or a prefix of it if the client left."""
+    """Asserts that an answer is plain decoding's, or a prefix of that if the client left."""
     assert found == ask.expected if found[1] else ask.expected[0].startswith(found[0]), ask
 
 

@@ -378,7 +378,7 @@ def spoiler(seed: int, chances: int, share: float = 0.3) -> Spoil:
 
 
 class Relay:
-    """A server that forwards messages to and from the one at `port`; `spoil` changes the replies.
+    """A server that forwards messages to and from the server at `port`; `spoil` changes replies.
 
     `spoil` gets a message and all before it, and returns what to send: bytes, text, CLOSE, HANG.
     """
