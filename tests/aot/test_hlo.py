@@ -25,7 +25,7 @@ def of(scope: str, primitive: str = "dot_general") -> str:
 
 
 def module(body: str, computations: str = "") -> str:
-    """Returns a decode program; its rounds use weight %w, cache %c, activation %x, number %i.
+    """Returns a decode program with round `body`: weight %w, cache %c, activation %x, number %i.
 
     The program moves the weight before the loop, so no round contains this move.
     """

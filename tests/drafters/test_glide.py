@@ -62,7 +62,7 @@ def test_draft_training_forward(folder):
 
 @recorded
 def test_draft_loss_and_gradients(folder):
-    """Compares answers after the first block, and the recordings if it holds no answer."""
+    """Compares answers after the first block, and the recordings if that block has no answer."""
     target, drafter, arrays, batch = recorded_training(folder)
     some = comparable(batch, drafter.config.block_size)
     parts, gradient = loss_and_gradient(target, drafter, some)

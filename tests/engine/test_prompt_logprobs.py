@@ -93,7 +93,7 @@ def test_they_are_those_of_one_pass_over_the_prompt(engine, new):
 
 
 def test_all_tokens_are_read_despite_a_cached_prefix(engine):
-    """Such a request reuses no prefix; later requests can reuse its own."""
+    """A request with prompt log-probabilities reuses no prefix; later requests reuse its own."""
     engine._slots.clear()
     before, request = engine.stats(), asking(TEXT, 0)
     for _ in range(2):

@@ -89,7 +89,7 @@ def test_an_input_is_never_overwritten(run, pair, tmp_path):
 
 
 class Failure(BaseException):
-    """Replaces an error at the move of a file."""
+    """Simulates an error at the move of a file."""
 
 
 @pytest.mark.parametrize("failing", [0, 2, 4])
