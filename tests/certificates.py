@@ -10,7 +10,7 @@ import pytest
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """Files with a certificate that nobody signed and its key; skips the test without openssl."""
+    """Returns files with a self-signed certificate and its key; skips the test without openssl."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate with")
     cert, key = folder / "cert.pem", folder / "key.pem"

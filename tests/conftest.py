@@ -1,9 +1,9 @@
-"""Where recorded data lies: fixtures, and cases for `pytest.mark.parametrize`.
+"""Fixtures, and the folders of recorded data as cases for `pytest.mark.parametrize`.
 
     $MOA_GOLDENS, else ../shared/golden      cases recorded from the authors' code
     $MOA_DATA, else ../shared/data           text to train on and to measure with
 
-Where a folder is missing, the tests that need it are skipped with one line that names it.
+Tests that need a missing folder are skipped, with one line that names the folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pytest
 # jax reads these when it is imported. Compiling is most of a test's time; with 0 for the second the
 # tests take longer and test the programs that users run, which .ci/run does for some files.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.pop("MOA_PAIR", None)  # a user's pair is not the one that tests mean
+os.environ.pop("MOA_PAIR", None)  # tests use the bundled pair, not the pair of the user
 # Compiled programs go to a folder of the clone, never to the cache of the user.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -54,7 +54,7 @@ NO_DATA = "no data; set MOA_DATA to its folder, or put it at ../shared/data"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with the most slow tests first, so that none of them is left for the end.
+    """Sorts files by their number of slow tests, so that the longest files start first.
 
     Workers take whole files; xdist keeps this order with `--no-loadscope-reorder`.
     """
@@ -63,9 +63,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Searches for garbage pass over what was imported, and come less often.
+    """Excludes imported objects from garbage collection, and collects less often.
 
-    Tracing makes so many objects that these searches were 6 to 8 % of the time of fast tests.
+    Tracing creates many objects: collections took 6 to 8 % of the time of fast tests.
     """
     gc.collect()
     gc.freeze()
@@ -74,7 +74,7 @@ def pytest_collection_finish() -> None:
 
 # ---- programs of a worker -----------------------------------------------------------------
 
-MOST_MAPPINGS = 30_000  # of memory; moa_jax/decode/background.py says why
+MOST_MAPPINGS = 30_000  # memory mappings; moa_jax/decode/background.py has the reason
 COMPILES_BETWEEN_LOOKS = 20
 _programs: WeakSet[Programs] = WeakSet()
 _num_compiles = 0
@@ -90,7 +90,7 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 @pytest.fixture(scope="session", autouse=True)
 def _known_programs() -> Iterator[None]:
-    """Notes where sessions keep their programs."""
+    """Records the program caches of all sessions."""
     init = Programs.__init__
 
     def noted(self: Programs, *arguments: object, **flags: object) -> None:
@@ -104,7 +104,7 @@ def _known_programs() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _compilation_cache() -> Iterator[None]:
-    """Plans turn jax's compilation cache off for the rest of their process, which tests share."""
+    """Restores JAX's compilation cache, because plans turn the cache off for the process."""
     name = "jax_enable_compilation_cache"
     before = getattr(jax.config, name)
     yield
@@ -114,7 +114,7 @@ def _compilation_cache() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _room_for_programs() -> Iterator[None]:
-    """Forgets all programs where too many are in memory; they are read again from jax's cache."""
+    """Drops all programs if too many are in memory; JAX's cache restores them."""
     global _num_compiles
     yield
     if _num_compiles < COMPILES_BETWEEN_LOOKS:
@@ -134,7 +134,7 @@ class Done(NamedTuple):
     err: str
 
     def refusal(self) -> str:
-        """The only line of a refusal, which is the last one on stderr, with exit code 2."""
+        """Returns the only line of a refusal: the last line on stderr; the exit code is 2."""
         assert self.code == 2 and "Traceback" not in self.err, self
         return self.err.rstrip("\n").rpartition("\n")[2]
 
@@ -155,10 +155,10 @@ def run(capsys) -> Callable[..., Done]:
 
 
 def golden_cases(prefix: str = "", needs: str | None = None) -> list:
-    """Case folders as parameters, found by listing; the id of each is the folder's name.
+    """Returns the case folders as parameters; the id of each parameter is the folder's name.
 
-    Only folders whose name starts with `prefix` and that hold the file `needs` count. Where
-    there is none, the one parameter skips its test and says what is missing.
+    A case folder has a name that starts with `prefix`, and holds the file `needs`. Without a case,
+    the only parameter skips its test and names the missing folder.
     """
     root = golden_folder()
     if root is None:
@@ -207,7 +207,7 @@ def small_target(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """SmolLM2-135M-Instruct as a GGUF file in the user's cache; skips where it cannot be had."""
+    """SmolLM2-135M-Instruct as a GGUF file in the user's cache; skips if it is unavailable."""
     try:
         return locate("smollm2")[0]
     except InputError as error:

@@ -1,4 +1,4 @@
-"""Checks that hold for a drafter of any kind, and what they are made with."""
+"""Checks that hold for a drafter of any kind, and their helpers."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ LAWS = (Sampling(), Sampling(temperature=0.7, top_k=20, seed=3), Sampling(0.9, s
 
 
 def make(target: Target, drafter: LoadedDrafter, objective: Objective | None = None) -> Drafter:
-    """The drafter's functions."""
+    """Returns the drafter's functions."""
     return DRAFTERS[drafter.method].make(drafter.config, target.config, objective)
 
 
 def batch_of(tokens_BT, attention_BT, response_BT) -> Batch:
-    """Right-padded rows of one conversation each; padding is segment 0."""
+    """Returns right-padded rows of one conversation each; padding is segment 0."""
     attention_BT = attention_BT.astype(np.int32)
     position_BT = np.maximum(attention_BT.cumsum(1) - 1, 0) * attention_BT
     rows = (tokens_BT.astype(np.int32), attention_BT, position_BT.astype(np.int32))
@@ -47,14 +47,14 @@ def batch_of(tokens_BT, attention_BT, response_BT) -> Batch:
 
 
 def stored(target: Target, drafter: LoadedDrafter, params: Any) -> dict[str, np.ndarray]:
-    """Parameters (or gradients) under the names and in the layout of the drafter's files."""
+    """Returns parameters (or gradients) by the names and in the layout of the drafter's files."""
     table = DRAFTERS[drafter.method].table(drafter.config, target.config)
     leaves = ((packing, convert.leaf_at(params, path)) for path, packing in table.items())
     return dict(named for packing, x in leaves for named in convert.unpack(packing, np.asarray(x)))
 
 
 def shown(docstring: str, name: str) -> list[float]:
-    """The numbers that a docstring shows behind the name of an array; a wider gap ends them."""
+    """Returns the numbers that follow the name of an array in a docstring, up to a wider gap."""
     (found,) = re.findall(rf"^ *{name} +((?:-?[\d.]+ {{0,7}})+)", docstring, re.MULTILINE)
     return [float(number) for number in found.split()]
 
@@ -64,7 +64,7 @@ def shown(docstring: str, name: str) -> list[float]:
 
 @functools.cache
 def recorded_training(folder: Path) -> tuple[Target, LoadedDrafter, dict[str, np.ndarray], Batch]:
-    """A recorded pair, the arrays of its training forward, and their batch."""
+    """Returns a recorded pair, the arrays of its training forward, and their batch."""
     target = load_target(folder / "target", jnp.float32)
     drafter = load_drafter(folder / "draft", target, method=method_of_case(folder))
     with np.load(folder / "train.npz") as file:
@@ -76,7 +76,7 @@ def recorded_training(folder: Path) -> tuple[Target, LoadedDrafter, dict[str, np
 def loss_and_gradient(
     target: Target, drafter: LoadedDrafter, batch: Batch, objective: Objective | None = None
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The parts of the training loss, and its gradient by the names of files."""
+    """Returns the parts of the training loss, and its gradient by the names of files."""
     functions = make(target, drafter, objective or Objective())
     shared = functions.shared_params(target.params)
 
@@ -93,22 +93,22 @@ def loss_and_gradient(
 
 @pytest.fixture(scope="session")
 def calm_target(tmp_path_factory) -> Target:
-    """A random target in which the last token weighs more than all others: drafts may agree."""
+    """Returns a random target in which the last token weighs most, so that drafts may agree."""
     return calm_target_of(3, tmp_path_factory.mktemp("calm") / "target")
 
 
 def calm_target_of(num_layers: int, folder: Path) -> Target:
-    """Such a target; what it costs to compile grows with its layers."""
+    """Returns such a target; its compile time grows with its number of layers."""
     _, model = random_pair.random_target("llama", 21, calm=0.2, num_hidden_layers=num_layers)
     model.save_pretrained(folder)
     return load_target(folder, jnp.float32)
 
 
-_STARTED: dict[Any, Any] = {}  # parameters of drafters, by what they are made of
+_STARTED: dict[Any, Any] = {}  # parameters of drafters, by their configs
 
 
 def untrained(target: Target, method: str, config: Any, seed: int = 1) -> LoadedDrafter:
-    """A drafter as training would start it."""
+    """Returns a drafter with the weights at the start of training."""
     key = (target.config, method, config, seed)
     if key not in _STARTED:
         init = jax.jit(DRAFTERS[method].make(config, target.config).init)
@@ -122,10 +122,10 @@ def assert_drafting_equals_training(
     prompts: Sequence[Sequence[int]] = PROMPTS,
     depth: int = 5,
 ) -> None:
-    """A chain drafted with caches comes from the logits of one pass that knows the prompts.
+    """Asserts that a chain drafted with caches has the logits of one pass over the whole text.
 
-    The last token of each prompt is the root, the others are verified. Token by token with
-    `draft_one` it is the same chain, from the same logits.
+    The last token of each prompt is the root, the others are verified. `draft_one` drafts the same
+    chain token by token, from the same logits.
     """
     functions, vocab_size = make(target, drafter), target.config.vocab_size
     prompts = [prompt for prompt in prompts if len(prompt) > 1]
@@ -179,7 +179,7 @@ def assert_drafting_equals_training(
 
 
 def _alone(functions, params, shared, cache, root_B, length_B, count: int):
-    """Logits (B, count, U) of a chain that the drafter goes on with by itself."""
+    """Returns the logits (B, count, U) of a chain that the drafter continues alone."""
     token_B, known_B, found = root_B, jnp.asarray(length_B), []
     for index in range(count):
         place_B = known_B + index
@@ -195,7 +195,7 @@ def assert_changes_nothing(
     shapes: Sequence[DraftShape] = (CHAIN, TREE),
     prompts: Sequence[Sequence[int]] = PROMPTS,
 ) -> list[list[float]]:
-    """Uneven rows side by side, a greedy and two sampled: plain decoding's texts. Returns taus."""
+    """Asserts that uneven rows, one greedy and two sampled, equal plain decoding; returns taus."""
     expected, taus = _plain_texts(target, tuple(map(tuple, prompts))), []
     for shape in shapes:
         found = Session(target, drafter, shape).generate(prompts, NUM_NEW, NO_STOP, LAWS)
@@ -216,7 +216,7 @@ def _plain_texts(target: Target, prompts: tuple[tuple[int, ...], ...]) -> Any:
 
 
 def assert_training_makes_a_drafter(folder: Path, scratch: Path, config: Any) -> None:
-    """A dozen updates of train.distill for the target in `folder`: less loss, files that decode."""
+    """Trains a drafter for a dozen updates: the loss falls, and its files decode."""
     settings = dataclasses.replace(distill_config(scratch, folder), drafter=config)
     distill.distill(settings)
     first, *_, last = metrics(scratch, "train")

@@ -26,10 +26,10 @@ def write_gguf(
     leave_out: str | None = None,
     **keys: Any,
 ) -> Path:
-    """Write a target as a GGUF file; `quantize` is for matrices, all or by the ends of their names.
+    """Writes a target as a GGUF file; `quantize` applies to matrices, by the ends of their names.
 
-    `keys` replace metadata, None leaves a key out; dots are written as two underscores. The tensor
-    `leave_out`, by its name in the GGUF, is not written.
+    `keys` replace metadata, and None removes a key; two underscores stand for a dot. `leave_out` is
+    the GGUF name of a tensor that is not written.
     """
     config, reader = read_json(folder / "config.json"), open_tensors(folder)
     writer = gguf.GGUFWriter(path, config["model_type"])
@@ -82,7 +82,7 @@ def _sizes(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer(folder: Path, size: int) -> dict[str, Any]:
-    """The vocabulary of a byte-level BPE; of a folder without one, `size` tokens that are bytes."""
+    """Returns the vocabulary of a byte-level BPE; without a tokenizer, `size` byte tokens."""
     if not (folder / "tokenizer.json").exists():
         tokens = [f"t{index}" for index in range(size)]
         kinds, more = [1] * size, {}
@@ -110,7 +110,7 @@ def _tokenizer(folder: Path, size: int) -> dict[str, Any]:
 
 
 def _tensors(config: dict[str, Any], reader: TensorReader) -> list[tuple[str, np.ndarray]]:
-    """All tensors under llama.cpp's names, in float32; a Llama's query and key rows reordered."""
+    """Returns all tensors by llama.cpp's names, in float32; a Llama's q and k are reordered."""
     arch = gguf.MODEL_ARCH[config["model_type"].upper()]
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     cfg = target_config_from_hf(config)

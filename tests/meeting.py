@@ -1,4 +1,4 @@
-"""Waiting for other threads and processes, and the ports at which they meet."""
+"""Helpers that wait for other threads and processes, and the ports at which these connect."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import socket
 import time
 from collections.abc import Callable
 
-PATIENCE = 30.0  # seconds for what comes at once, unless it never does
+PATIENCE = 30.0  # seconds for an event that is fast unless it never happens
 
 
 def wait_for(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """Until something holds; fails the test if it does not in time."""
+    """Waits until a condition holds; fails the test if it does not hold in time."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -18,13 +18,13 @@ def wait_for(condition: Callable[[], object], seconds: float = PATIENCE) -> None
 
 
 def free_port() -> int:
-    """A port at which nobody listens yet."""
+    """Returns a free port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
 
 
 def loopback() -> str:
-    """This machine in HOST:PORT, by the newer protocol where it has that."""
+    """Returns the loopback host for HOST:PORT, by IPv6 if the machine has it."""
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:

@@ -29,7 +29,7 @@ ONE_LAYER = {
 def save_random_pair(
     folder: Path, family: str, seed: int, num_reused: int = 0, **target_sizes: int
 ) -> None:
-    """A random pair, as transformers and the authors' code save it, in `target` and `draft`."""
+    """Saves a random pair in `target` and `draft`, as transformers and the authors' code do."""
     config, model = random_pair.random_target(family, seed, **target_sizes)
     sizes = random_pair.draft_sizes(config, num_reused)
     draft = random_pair.random_drafter(config, sizes, seed)
@@ -37,7 +37,7 @@ def save_random_pair(
 
 
 def save_random_drafter(folder: Path, method: str, target: Path, /, **changes: Any) -> Path:
-    """A drafter of one layer in its official layout; `changes` are keys of its config.json."""
+    """Saves a drafter of one layer in its official layout; `changes` are keys of config.json."""
     kind, cfg, target_cfg = DRAFTERS[method], ONE_LAYER[method], describe_target(target).config
     draw = np.random.default_rng(0)
     shapes = convert.stored_shapes(kind.table(cfg, target_cfg))
@@ -54,7 +54,7 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 def assert_same_tensors(folder: Path, other: Path) -> None:
-    """The same names, dtypes and bits."""
+    """Asserts equal names, dtypes and bits."""
     one, two = tensors_of(folder), tensors_of(other)
     assert one.keys() == two.keys()
     for name in one:
@@ -67,13 +67,13 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 def edit_tensors(folder: Path, drop: str = " ", **changes: np.ndarray) -> None:
-    """Drop the tensors whose names hold `drop`, and put others in."""
+    """Removes the tensors with `drop` in their names, and adds `changes`."""
     kept = {k: v for k, v in tensors_of(folder).items() if drop not in k}
     save_file(kept | changes, folder / "model.safetensors")
 
 
 def refusal(function: Callable[..., Any], *arguments: Any, **named: Any) -> str:
-    """The one line with which a call refuses its input."""
+    """Returns the error of one line with which a call refuses its input."""
     with pytest.raises(InputError) as error:
         function(*arguments, **named)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Pairs that decoding tests share: random ones, and those of recorded generations."""
+"""Random pairs, and pairs of recorded generations, that decoding tests share."""
 
 import dataclasses
 import functools
@@ -17,10 +17,10 @@ from tests.conftest import arrays_of
 from tests.model_folders import save_random_pair
 from tests.oracle import random_pair
 
-NO_STOP: list[int] = []  # stop ids that stop nothing
+NO_STOP: list[int] = []  # stop ids: none
 CASES = [
     ("qwen3", 1),
-    pytest.param(("llama", 0), marks=pytest.mark.slow),  # the recorded and bundled pairs are such
+    pytest.param(("llama", 0), marks=pytest.mark.slow),  # as the recorded and bundled pairs
     pytest.param(("llama", 3), marks=pytest.mark.slow),
     pytest.param(("llama31", 3), marks=pytest.mark.slow),
     pytest.param(("qwen2", 1), marks=pytest.mark.slow),
@@ -28,7 +28,7 @@ CASES = [
 
 
 class Pair:
-    """Both sessions of a pair on disk, and the torch model where there is one."""
+    """Both sessions of a pair on disk, and the torch model if it exists."""
 
     def __init__(
         self, folder: Path, num_reused: int | None, model=None, method: str | None = None
@@ -42,21 +42,21 @@ class Pair:
         self.session = functools.cache(self._session)
 
     def _session(self, shape: DraftShape | int) -> Session:
-        """A chain of so many levels, or a shape."""
+        """Returns a session; an int is the number of levels of a chain."""
         shape = DraftShape(shape) if isinstance(shape, int) else shape
         return Session(self.target, self.drafter, shape)
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-n{p[1]}")
 def pair(request, tmp_path_factory) -> Pair:
-    """A random pair that agrees now and then."""
+    """Returns a random pair; some of its drafts are accepted."""
     return random_pair_of(*request.param, tmp_path_factory.mktemp("pair"))
 
 
 def random_pair_of(family: str, num_reused: int, folder: Path) -> Pair:
-    """A random pair in a folder, with two layers that the drafter does not reuse, or more.
+    """Saves a random pair with at least two layers that the drafter does not reuse.
 
-    Programs are traced and compiled layer by layer, which is most of a test's time.
+    Programs are traced and compiled layer by layer, which takes most of a test's time.
     """
     calm = 0.5 if family == "qwen2" else 0.2
     sizes = dict(num_hidden_layers=max(3, num_reused + 2))
@@ -69,7 +69,7 @@ def random_pair_of(family: str, num_reused: int, folder: Path) -> Pair:
 
 @pytest.fixture(scope="module")
 def simple_pair(tmp_path_factory) -> Pair:
-    """A random pair for tests that any pair serves."""
+    """Returns a random pair for tests that run with any pair."""
     folder = tmp_path_factory.mktemp("simple")
     save_random_pair(folder, "llama", seed=21, num_hidden_layers=2)
     return Pair(folder, 0)
@@ -80,20 +80,20 @@ METHODS = {"independent": "independent-borrowed"}  # what the authors call diffe
 
 
 def method_of_case(folder: Path) -> str:
-    """The kind of a recorded case's drafter, which its files need not say."""
+    """Returns the kind of a recorded case's drafter, which its files may lack."""
     method = json.loads((folder / "moa.json").read_text())["method"]
     return METHODS.get(method, method)
 
 
 def options_of_case(folder: Path) -> dict[str, Any]:
-    """What the files of a recorded case's drafter need not say, as `load_drafter` takes it."""
+    """Returns the arguments of `load_drafter` that the files of a recorded case may lack."""
     settings = json.loads((folder / "moa.json").read_text())
     reused = settings["train_args"].get("target_layer_inference")
     return {"method": method_of_case(folder), "target_layer_inference": reused}
 
 
 def as_recorded(drafter: LoadedDrafter) -> LoadedDrafter:
-    """The drafter as the authors' code ran it: EAGLE with a mask one column off."""
+    """Returns the drafter as the authors' code ran it: EAGLE with a mask one column off."""
     if not isinstance(drafter.config, EagleConfig):
         return drafter
     return drafter._replace(config=dataclasses.replace(drafter.config, shifted_mask=True))

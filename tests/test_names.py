@@ -35,7 +35,7 @@ def test_a_package_that_lists_its_files_lists_all_of_them():
 
 
 def private_names(tree: ast.Module) -> set[str]:
-    """Names that a file defines or uses, but for attributes, with a word of WORDS."""
+    """Returns names with a word of WORDS that a file defines or uses, without attributes."""
     fields = [getattr(node, "name", getattr(node, "arg", None)) for node in ast.walk(tree)]
     fields += [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
     apart = lambda name: re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_")

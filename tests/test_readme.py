@@ -1,4 +1,4 @@
-"""What the pages show works as it stands there: code, commands, paths and links."""
+"""The pages are correct: their code, commands, paths and links."""
 
 # ruff: noqa: F811 (an imported fixture is an argument too)
 
@@ -44,7 +44,7 @@ FLAG = re.compile(r"(?<![\w-])--([a-z][\w-]*(?:\.\w+)*)")
 
 @functools.cache
 def flags_of(program: str, *first: str) -> frozenset[str]:
-    """The flags that a program's help shows, after those that choose between two command lines."""
+    """Returns the flags in a program's help, after those that choose between two command lines."""
     module = importlib.import_module(program)
     if not hasattr(module, "main"):  # a folder that runs as a program
         module = importlib.import_module(f"{program}.__main__")
@@ -54,7 +54,7 @@ def flags_of(program: str, *first: str) -> frozenset[str]:
 
 
 def is_setting(dotted: str) -> bool:
-    """Whether a dotted flag names a field of DistillConfig or of one of its drafters."""
+    """Returns whether a dotted flag names a field of DistillConfig or of one of its drafters."""
     name, _, rest = dotted.partition(".")
     if name == "drafter":
         kinds = [kind.config for kind in DRAFTERS.values()]
@@ -67,7 +67,7 @@ def is_setting(dotted: str) -> bool:
 @page
 def test_commands_have_their_flags(page):
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    text = re.sub(r"python -m\s*\n\s*", "python -m ", text)  # a command that a line breaks
+    text = re.sub(r"python -m\s*\n\s*", "python -m ", text)  # a command with a line break
     for program, kind, rest in COMMAND.findall(text):
         known = flags_of(program, *kind.split())
         for flag in FLAG.findall(rest):
@@ -88,13 +88,13 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / ".ci").iterdir())], ids=NAME)
 def test_paths_exist(page):
-    text = FENCED.sub("", page.read_text(encoding="utf-8"))  # code names files that are to be made
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))  # code names files that it creates
     for path in PATH.findall(text):
         assert (ROOT / path).exists(), path
 
 
-def test_the_tree_names_what_is_there():
-    """All folders and modules that stand directly below moa_jax."""
+def test_the_tree_names_existing_files():
+    """The tree lists all folders and modules directly below moa_jax."""
     text = README.read_text(encoding="utf-8")
     tree = text[text.index("    moa_jax/  ") : text.index("    train/  ")]
     below = {p for p in (ROOT / "moa_jax").iterdir() if not p.name.startswith("__")}
@@ -119,9 +119,9 @@ def test_the_readmes_python_runs(monkeypatch, tmp_path, capsys):
 
 @pytest.fixture
 def last_token(monkeypatch):
-    """The config of the page's drafter, which is registered; not longer than it says."""
+    """Registers the page's drafter and returns its config; checks its 60 lines."""
     text = (ROOT / "moa_jax" / "drafters" / "README.md").read_text(encoding="utf-8")
-    assert "`moa_jax/config/__init__.py` exports" in text  # what the next lines stand for
+    assert "`moa_jax/config/__init__.py` exports" in text  # the next lines do this export
     sizes, code, _ = FENCED.findall(text)
     names = {"dataclasses": dataclasses}
     exec(sizes, names)

@@ -1,4 +1,4 @@
-"""The page on your own model: its commands, as they stand there, from prompts to a server."""
+"""The page on your own model: its commands run as printed, from prompts to a server."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from tests.meeting import free_port
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_lead_from_prompts_to_an_answer(tmp_path):
-    """With fewer conversations and tokens; curl and bash are needed, as on the page."""
+    """The test uses fewer conversations and tokens than the page; it needs curl and bash."""
     page = (ROOT / "train" / "your_model.md").read_text()
     script, _ = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     for ours, theirs in {

@@ -1,4 +1,4 @@
-"""Tests of real compilers share marks for those that need one, and plans made once."""
+"""Marks for tests that need a real compiler, and plans that several tests share."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _started(*arguments: str, **environment: str) -> subprocess.CompletedProcess
 
 @functools.cache
 def run_plan(program: ModuleType, *flags: str) -> tuple[int, dict[str, Any]]:
-    """The exit code and the plan of infer.plan or train.plan, run as users run them."""
+    """Returns the exit code and the plan of infer.plan or train.plan, started as by a user."""
     as_users = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
     ran = _started("-m", program.__name__, *flags, "--json", **as_users)
     assert ran.returncode in (program.FITS, program.DOES_NOT_FIT), ran.stderr[-2000:]
@@ -49,7 +49,7 @@ def run_plan(program: ModuleType, *flags: str) -> tuple[int, dict[str, Any]]:
 
 @functools.cache
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of a test module returns in its own process, because compilers may crash."""
+    """Returns the result of a function, run in its own process, because compilers may crash."""
     module, name = function.__module__, function.__name__
     code = f"import json; from {module} import {name}; print(json.dumps({name}(*{arguments!r})))"
     ran = _started("-c", code)

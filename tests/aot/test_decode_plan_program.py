@@ -46,7 +46,7 @@ def a_plan(request: decoding.PlanRequest, **rest: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def planned(monkeypatch):
-    """Replaces the compiler by `a_plan`; gives the list of requests, and what to answer beside."""
+    """Replaces the compiler with `a_plan`; returns the requests, and fields to add to a plan."""
     asked: list[decoding.PlanRequest] = []
     answer: dict[str, Any] = {}
 
@@ -120,7 +120,7 @@ def test_flags_reach_the_request(planned):
 def plan_of(
     topology: str, model: str, weights: str, shape: tuple[int, ...], cache_rows: int
 ) -> dict[str, Any]:
-    """The plan of two layers of a target split over eight chips; `shape` is a `DraftShape`'s."""
+    """Returns the plan of two target layers on eight chips; `shape` has a `DraftShape`'s fields."""
     jax.config.update("jax_disable_most_optimizations", False)  # as users compile
     drafts = ("--drafter", PAPER, "--mode", "chain", "--cache-rows", str(cache_rows))
     flags = ("--shape", MODEL, *drafts, "--topology", topology, "--mesh", "tensor=8")
@@ -144,10 +144,10 @@ def plan_of(
         pytest.param("v5e:2x4", "int8", 3, 0, marks=needs["tpu"]),
     ],
 )
-def test_eight_chips_speak_twice_a_layer(topology, weights, reduces, others):
-    """Layers of a 70B target: two all-reduces each, one more for the embedding, and the choice.
+def test_eight_chips_reduce_twice_a_layer(topology, weights, reduces, others):
+    """A 70B target uses two all-reduces a layer, one for the embedding, and one for the choice.
 
-    No weight and no cache is moved, an eight-bit table in the tiles of a TPU included.
+    No weight and no cache is moved; an eight-bit table is stored in the tiles of a TPU, too.
     """
     name = "meta-llama/Meta-Llama-3-70B-Instruct"
     whole = SHAPES[name]
@@ -169,9 +169,9 @@ def test_eight_chips_speak_twice_a_layer(topology, weights, reduces, others):
 @pytest.mark.slow
 @needs["tpu"]
 def test_a_round_that_drafts_sends_no_logits():
-    """Two layers of an 8B target and the paper's drafter, greedy: sums of states, small choices.
+    """Two layers of an 8B target with the paper's drafter, greedy, send sums and choices only.
 
-    Logits of all nodes (B, N, V) stay where they are: those of one take 513 KB.
+    Logits of all nodes (B, N, V) stay on their chip: the logits of one node take 513 KB.
     """
     found = in_child(plan_of, "v5p:2x2x2", MODEL, "bfloat16", (3, 8, 20), 256)
     links = found["links"]["collectives"]

@@ -25,9 +25,9 @@ def of(scope: str, primitive: str = "dot_general") -> str:
 
 
 def module(body: str, computations: str = "") -> str:
-    """A decode program whose round runs `body` on weight %w, cache %c, activation %x, number %i.
+    """Returns a decode program with round `body`: weight %w, cache %c, activation %x, number %i.
 
-    Before the loop it moves the weight, which is no move of a round.
+    The program moves the weight before the loop, so no round contains this move.
     """
     return f"""HloModule jit_decode, is_scheduled=true
 
@@ -63,7 +63,7 @@ ENTRY %main (a: {W}, b: {C}, d: {X}, e: s32[]) -> {X} {{
 
 
 def fused(inside: str, *operands: str, gives: str, scope: str = "verify/") -> tuple[str, str]:
-    """A round of one fusion of some of %w, %c, %x, %i, which are %p.0, %p.1, ... inside."""
+    """Returns a round of one fusion; some of %w, %c, %x, %i are %p.0, %p.1, ... inside."""
     shapes = [{"%w": W, "%c": C, "%x": X, "%i": "s32[]"}[name] for name in operands]
     lines = [f"%p.{index} = {shape} parameter({index})" for index, shape in enumerate(shapes)]
     heads = ", ".join(f"p.{index}: {shape}" for index, shape in enumerate(shapes))
@@ -73,7 +73,7 @@ def fused(inside: str, *operands: str, gives: str, scope: str = "verify/") -> tu
 
 
 def round_of(*args: str) -> list[Kernel]:
-    """The kernels of a round without the condition's, in the order of the program."""
+    """Returns the kernels of a round in program order, without those of the loop condition."""
     found = [kernel for kernel in hlo.kernels(module(*args)) if kernel.in_loop]
     assert sum(kernel.label.endswith("/and") for kernel in found) == 1
     return [kernel for kernel in found if not kernel.label.endswith("/and")]
@@ -109,13 +109,13 @@ UPDATE = f"ROOT %r = {W} dynamic-update-slice(%p.0, %p.0, %p.1)"
         ((f"%y = {W} while(%w), condition=%none, body=%f", INNER), ["transpose"]),
         ((f"%y = {W} reduce(%w), to_apply=%f", INNER), []),
         (f"%x1 = {W} copy(%w)\n  %y = {W} dynamic-update-slice(%x1, %w, %i)", ["copy"]),
-        # A fusion counts for what it gives.
+        # A fusion counts by its result.
         (fused(f"%s = {W} slice(%p.0)\n  ROOT %r = {W} bitcast(%s)", "%w", gives=W), ["slice"]),
         (fused(f"%s = {W} slice(%p.0)\n  ROOT %r = {W} multiply(%s, %s)", "%w", gives=W), []),
         (fused(UPDATE, "%w", "%i", gives=W), []),
     ],
 )
-def test_a_move_is_what_leaves_an_array_as_it_is(args, found):
+def test_kernels_that_only_copy_an_array_are_moves(args, found):
     args = (args,) if isinstance(args, str) else args
     assert [opcode for opcode, _ in moves(*args)] == found
 
@@ -160,7 +160,7 @@ def test_a_kernel_without_a_label_has_that_of_its_parts_or_of_the_next():
         f"%a = {X} add(%x, %x), {of('draft/', 'add')}",
         f"%h = {X} negate(%x)",  # by the next
         f"%k = {X} add(%h, %i), {of('commit/', 'add')}",
-        f"%m = {X} negate(%k), {of('')}",  # without a scope, as its label says
+        f"%m = {X} negate(%k), {of('')}",  # its label has no scope
     ]
     found = round_of("\n  ".join(lines), computation)
     phases = ["extend", "draft", "commit", "commit", "rest"]
@@ -174,10 +174,10 @@ def test_a_kernel_without_a_label_has_that_of_its_parts_or_of_the_next():
         ('custom-call(%x), custom_call_target="__cublas$gemm", ' + of("verify/"), True),
         ('custom-call(%x), custom_call_target="tpu_custom_call", ' + of("a/", "pallas_call"), True),
         ('custom-call(%x), custom_call_target="__gpu$TopK", ' + of("verify/", "top_k"), False),
-        ("copy(%x), " + of("a/", "pallas_call"), False),  # for the kernel, with its label
+        ("copy(%x), " + of("a/", "pallas_call"), False),  # a copy for the kernel, with its label
     ],
 )
-def test_a_product_is_told_from_other_kernels(line, is_product):
+def test_a_product_is_distinguished_from_other_kernels(line, is_product):
     (kernel,) = round_of(f"%y = {X} {line}")
     assert kernel.is_product == is_product
 
@@ -204,7 +204,7 @@ def test_products_are_priced_as_their_operands_are_stored():
 
 
 def test_a_pallas_kernel_costs_what_it_declares():
-    """For the part of a cache that is used."""
+    """The cost covers the used part of a cache."""
 
     def kernel(x, y):
         y[...] = x[...] @ x[...]
@@ -247,7 +247,7 @@ ENTRY %main (a: bf16[4,8]) -> bf16[4,8] {
 
 
 def totals(text: str, **which: bool) -> dict[str, tuple[int, int]]:
-    """Collectives of a program and the bytes that each chip receives, by kind."""
+    """Returns the collectives of a program and the bytes that each chip receives, by kind."""
     kinds = hlo.collectives(text, **which)
     return {kind: (each["count"], each["bytes"]) for kind, each in kinds.items()}
 
@@ -331,6 +331,6 @@ def test_collectives_of_a_tpu_program():
     ],
 )
 def test_loops_count_as_they_run(old, new, turns):
-    """A counter goes from a constant to below another; other loops count once."""
+    """A loop with a constant trip count counts that often; any other loop counts once."""
     text, count = re.subn(old, new, TPU)
     assert count == 1 and totals(text)["collective-permute"][0] == turns

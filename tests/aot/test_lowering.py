@@ -1,4 +1,4 @@
-"""Decoding moves no weight and no cache: real programs for an H200."""
+"""Decode programs compiled for an H200 move no weight and no cache."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ from tests.aot.test_hlo import fused, module
 
 H200 = machine("h200:1")
 LLAMA = SHAPES["meta-llama/Meta-Llama-3-8B-Instruct"]
-LAYERS = 4  # of the target in what a test compiles to see what moves
+LAYERS = 4  # layers of the target in compiled programs
 DRAFTS = {1: DraftShape(1), 8: DraftShape(8), 63: DraftShape(7, 8, 62)}
 PROMPT, ANSWER = 1000, 1000  # tokens
 
 
 def session_rows(num_nodes: int) -> int:
-    """The rows of the caches that `Session` makes."""
+    """Returns the number of cache rows that `Session` allocates."""
     draft_rows = DRAFTS[num_nodes].num_rows
     return CacheLimits(LLAMA.max_position_embeddings, None, draft_rows).rows_for(PROMPT + ANSWER)
 
 
 def pair_of(num_nodes: int, num_layers: int = LAYERS) -> StaticConfig:
-    """The 8B pair with a few layers, in bfloat16."""
+    """Returns the 8B pair with a few layers, in bfloat16."""
     cfg, shape = dataclasses.replace(LLAMA, num_layers=num_layers), DRAFTS[num_nodes]
     drafter = DRAFTERS["moa"].make(PAPER.drafter, cfg) if shape.num_drafted else None
     return StaticConfig(cfg, drafter, shape)
 
 
 def engine_program(setup: StaticConfig, rows: int, batch: int) -> tuple[HloModule, Any]:
-    """A decode call of an engine with six slots, all of which lag."""
+    """Compiles a decode call of an engine with six slots; the drafter lags in every slot."""
     setup, weights = setup._replace(catches_up=setup.drafter is not None), abstract_weights(setup)
     empty = functools.partial(device_ops.empty, setup, slots=6, rows=rows)
     state, _ = jax.eval_shape(empty, weights)
@@ -69,14 +69,14 @@ def engine_program(setup: StaticConfig, rows: int, batch: int) -> tuple[HloModul
 
 
 def branches(text: str) -> list[str]:
-    """The opcodes of all loops and conditionals of a module, wherever they stand."""
+    """Returns the opcodes of all loops and conditionals of a module, at any depth."""
     blocks = [block for name, block in parse(text).items() if name != ENTRY]
     every = [each.opcode for block in blocks for each in block.values()]
     return sorted(opcode for opcode in every if opcode in ("while", "conditional"))
 
 
 def widened(text: str) -> list[tuple[str, int]]:
-    """Results in a loop as large as half the smallest matrix: no activations, no caches."""
+    """Returns results in a loop of at least half the smallest matrix; no activation is so large."""
     made = [each for _, each, _, in_loop in executed(parse(text)) if in_loop]
     smallest = LLAMA.block.hidden_size**2  # bytes of a matrix of eight bits
     skipped = FREE | FOLLOWED
@@ -84,7 +84,7 @@ def widened(text: str) -> list[tuple[str, int]]:
 
 
 def report(kind: str, num_nodes: int, cache_rows: int, weights: str = "bfloat16") -> dict[str, Any]:
-    """What the loop of a compiled program moves and holds.
+    """Returns the moves, branches and memory of the loop of a compiled program.
 
     A kind is `pair`, `prefill`, `slot` or `slots` (one row or four of six slots of an engine).
     """
@@ -112,14 +112,14 @@ def report(kind: str, num_nodes: int, cache_rows: int, weights: str = "bfloat16"
 
 
 def level_and_target(rows: int) -> tuple[int, int]:
-    """Numbers that one level of the paper's drafter and one pass of the target read."""
+    """Returns the numbers that one level of the paper's drafter and one pass of the target read."""
     D, E, head = 4096, 128, 4096 * 128_256
     block = lambda kv, inner: D * (32 + 2 * kv) * E + 32 * E * D + 3 * D * inner
     level = 2 * block(4, 6144) + head + 2 * 2 * 4 * E * rows
     return level, LAYERS * block(8, 14_336) + head + LAYERS * 2 * 8 * E * rows
 
 
-# Launches of a round with four layers: none may come back that went.
+# Launches of a round with four layers; removed launches must not return.
 LAUNCHES = {1: 80, 8: 260, 63: 280}
 
 
@@ -127,20 +127,20 @@ LAUNCHES = {1: 80, 8: 260, 63: 280}
 @needs["cuda"]
 @pytest.mark.parametrize("num_nodes", DRAFTS, ids=["plain", "chain", "tree"])
 def test_decoding_moves_no_weight_and_no_cache(num_nodes):
-    """Nothing of 2 MiB is moved; temporary memory is under 10 % of the few layers' weights.
+    """Nothing of 2 MiB is moved; temporary memory is under 10 % of the weights of the few layers.
 
-    The loop of rounds is the only loop: within one, a GPU waits for no choice of the host's.
+    The loop of rounds is the only loop: within a round, the GPU does not wait for the host.
     """
     rows = session_rows(num_nodes)
     facts = in_child(report, "pair", num_nodes, rows)
     assert facts["moves"] == [] and facts["branches"] == ["while"]
     assert facts["temp"] < 0.1 * facts["weights"]
-    assert facts["products"] > 4 * LAYERS  # a whole round was read
+    assert facts["products"] > 4 * LAYERS  # `products` covers a whole round
     assert facts["launches"] <= LAUNCHES[num_nodes]
     # Activations are the rest, most of them logits and hidden states of a tree's 63 nodes.
     level, target = level_and_target(rows)
     assert 0.999 < facts["read"]["verify"] / (2 * target) < 1.12
-    # A level leaves out the weights of the memory's keys and values: extending reads them.
+    # A level reads no weights of the memory's keys and values: `extend` reads them.
     passes = {1: 0, 8: 7, 63: 6}[num_nodes]
     drafted = facts["read"].get("draft", 0)
     assert 0.99 * 2 * passes * level <= drafted < 1.03 * 2 * passes * level + 1
@@ -157,10 +157,10 @@ def test_decoding_moves_no_weight_and_no_cache(num_nodes):
     ],
 )
 def test_an_engine_decodes_in_its_slots(num_nodes, kind):
-    """No cache of a slot is moved into the batch or back, and a round launches no more kernels.
+    """No cache of a slot is moved into the batch or back, and a round launches no extra kernels.
 
-    What lags are streams of the rows in the batch, which are gathered once per call, without a
-    branch in a round.
+    Lagging drafters read streams of the rows in the batch. A call gathers these streams once, so a
+    round has no branch.
     """
     rows = 512
     facts = in_child(report, kind, num_nodes, rows)
@@ -174,7 +174,7 @@ def test_an_engine_decodes_in_its_slots(num_nodes, kind):
 @pytest.mark.slow
 @needs["cuda"]
 def test_reading_a_prompt_takes_the_memory_of_a_chunk():
-    """No array but the caches grows with the prompt: scores stay in the kernels."""
+    """Only the caches grow with the prompt: attention scores are not stored outside the kernels."""
     small, large = (in_child(report, "prefill", 8, rows)["temp"] for rows in (8192, 131_072))
     assert small < 128 << 20 and large < small + (16 << 20)
 

@@ -41,9 +41,9 @@ def scores(block: BlockConfig, seen: float) -> float:
 
 
 def by_hand(cfg: MoaConfig, length: int) -> float:
-    """FLOPs of one token: trained weights cost three forward passes, frozen ones on the way two.
+    """Returns FLOPs per token: three passes of trained weights, two of frozen ones on the way.
 
-    A token sees itself and those before it: half of the row, and half a token.
+    A token attends to itself and to all tokens before it: half of the row, and half a token.
     """
     block, L, seen = TARGET.block, TARGET.num_layers, (length + 1) / 2
     sa, ca, lsa = block_configs(cfg, TARGET)
@@ -59,7 +59,7 @@ def by_hand(cfg: MoaConfig, length: int) -> float:
 @pytest.mark.parametrize("length", [24, 1024], ids=["short", "long"])
 @pytest.mark.parametrize("reused, on_policy", [(0, False), (2, False), (2, True)])
 def test_model_flops_are_those_of_the_formula(reused, on_policy, length):
-    """Whatever the parts of keys, and for rows whose scores an einsum makes in pieces."""
+    """Covers all parts of the keys, and rows whose scores are computed in pieces."""
     cfg = MoaConfig(1, 40, 2, 56, 1, 24, target_layer_inference=reused)
     data = dataclasses.replace(TINY.data, row_length=length)
     masks = dataclasses.replace(TINY.masks, on_policy_reuse=on_policy)
@@ -84,7 +84,7 @@ def test_loops_branches_and_second_forwards_count():
 
 
 def rounds(x, w):
-    """A loop of rounds, each with one product."""
+    """Runs a loop of rounds with one product per round."""
 
     def one(carry):
         left, x = carry

@@ -23,7 +23,7 @@ from train.run.settings import load_config
 
 
 def a_plan(rows: int, limit: float = 15.75, **rest: Any) -> dict[str, Any]:
-    """What `training.plan` would find where every 16 rows take a GiB."""
+    """Returns the plan that `training.plan` would return if every 16 rows took one GiB."""
     temporary = rows / 16
     memory = dict(target=0.935, drafter=0.0625, optimizer=0.125, batch=0.001)
     peak = sum(memory.values()) + temporary
@@ -51,7 +51,7 @@ def a_plan(rows: int, limit: float = 15.75, **rest: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def planned(monkeypatch):
-    """Replaces the compiler by `a_plan`; gives the list of (rows, in a hurry) that were asked."""
+    """Replaces the compiler with `a_plan`; returns the list of requested (rows, hurried)."""
     asked = []
 
     def fake(config, target_cfg, wanted, hurry=False):
@@ -74,7 +74,7 @@ def test_the_last_line_is_the_verdict(planned, capsys, rows, code, verdict):
     assert lines[-1] == verdict
     assert planned == [(rows, True)]
     assert f"peak {1.123 + rows / 16:.3f}, limit 15.750" in "\n".join(lines)
-    assert lines[0].endswith("preset v5e:4x4")  # the config has one for it
+    assert lines[0].endswith("preset v5e:4x4")  # the config has a preset
     assert "collectives of a step: 224 all-gather of 15.000 GiB" in lines
     assert "65,536 tokens/s with padding, 50.0% model FLOP utilisation" in lines
 
@@ -118,7 +118,7 @@ AIM = 0.45  # model FLOP utilisation
 @pytest.mark.slow
 @needs["tpu"]
 def test_the_8b_step_fits_16_tpu_chips():
-    """Two chips share a copy of the target, and each drafts rows of its own."""
+    """Two chips share a copy of the target, and each of them drafts its own rows."""
     code, found = run_plan(plan, *COMMAND)
     memory = found["memory"]
     assert code == plan.FITS and memory["peak"] < memory["limit"] and found["hurried"]
@@ -145,7 +145,7 @@ def test_where_there_is_room_each_gpu_has_a_copy_of_the_target():
 
 
 def assert_modelled(found: dict[str, Any]) -> None:
-    """No logits are made again, and no step is faster than its products and its bytes allow."""
+    """No logits are recomputed, and no step is faster than its products and its bytes allow."""
     assert 1 < found["flops"] * found["chips"] / found["model_flops"] < 1.1
     assert found["step_s"] == pytest.approx(sum(found["parts_s"].values()))
     chip = machine(found["topology"]).chip

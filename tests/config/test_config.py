@@ -1,4 +1,4 @@
-"""Settings that cannot mean anything: refused where they are made, in one line."""
+"""Invalid settings raise an error of one line when the config is constructed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers, trained once: a small one that any text serves, and one of the conversations."""
+"""Tokenizers that are trained once: a small one for any text, and one of the conversations."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Records that cannot be trained on: counted, named and left out, or refused by config."""
+"""Records that cannot be trained on are counted, named and skipped, or refused by config."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BAD: list[tuple[object, str]] = [
 
 
 def write(path: Path, lines: list[object]) -> DataConfig:
-    """A config that trains on these lines alone."""
+    """Returns a config that trains on these lines alone."""
     written = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     path.write_bytes(b"".join(line + b"\n" for line in written))
     return DataConfig((str(path),), (), 24, 24, rows_per_batch=2, seed=0)
@@ -53,7 +53,7 @@ def test_each_is_counted_and_named_or_refused(tokenizer, tmp_path, bad, reason):
     assert "\n" not in str(raised.value)
 
 
-def test_what_a_cache_left_out_is_refused_too(tokenizer, tmp_path):
+def test_records_that_a_cache_left_out_are_refused_too(tokenizer, tmp_path):
     config = write(tmp_path / "a.jsonl", [GOOD, {}])
     config = dataclasses.replace(config, cache=str(tmp_path / "cache"))
     batches.load(config, tokenizer, len(tokenizer), "train")

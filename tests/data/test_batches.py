@@ -1,4 +1,4 @@
-"""Rows that keep conversations whole and apart, and batches that depend on the step alone."""
+"""Rows keep conversations whole and separate, and a batch depends on its step alone."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ PAD = 7
 
 
 def examples(seed: int, count: int = 200, longest: int = 40) -> list[chat.Example]:
-    """Conversations of random length whose tokens are all different, so that none gets lost."""
+    """Returns conversations of random length with distinct tokens, so that a loss is noticed."""
     draw = np.random.default_rng(seed)
     lengths = draw.integers(1, longest, count)
     ends = 100 + np.cumsum(lengths)
@@ -28,7 +28,7 @@ def examples(seed: int, count: int = 200, longest: int = 40) -> list[chat.Exampl
 
 
 def segments(rows) -> list[chat.Example]:
-    """The examples that rows hold, in order of their first token; checks the shape of a row."""
+    """Returns the examples that rows hold, by their first token; checks the shape of each row."""
     found = []
     for tokens_T, segment_T, position_T, response_T in zip(*rows, strict=True):
         count = segment_T.max()
@@ -58,7 +58,7 @@ def test_packed_rows_hold_every_example_whole(seed, longest_first):
 
 
 def test_one_file_may_hold_answers_of_all_kinds(tmp_path, tokenizer):
-    """Text alone and ids alone, as earlier versions wrote them, and text with ids."""
+    """Earlier versions wrote text alone or ids alone; the current version writes text with ids."""
     (talk, *_) = sources.read(CONVERSATIONS)
     messages = talk["messages"][:2]
     ids = {"prompt_ids": [5, 6], "token_ids": [7, 8, 9], "finish_reason": "length"}
@@ -78,7 +78,7 @@ def test_one_file_may_hold_answers_of_all_kinds(tmp_path, tokenizer):
 
 
 def test_rows_of_two_long_conversations_are_full():
-    """Lengths like UltraChat's, about 1,200 tokens and cut at 2,048, in rows of 4,096."""
+    """Lengths are like UltraChat's: about 1,200 tokens, cut at 2,048, in rows of 4,096."""
     lengths = np.random.default_rng(0).lognormal(np.log(1200), 0.5, 8192)
     lengths = np.minimum(lengths, 2048).astype(int)
     given = [chat.Example(np.full(n, 1, np.int32), np.ones(n, bool)) for n in lengths]
@@ -95,7 +95,7 @@ def test_an_example_longer_than_a_row_is_cut(place):
 
 
 def numbered_rows(count: int):
-    """Rows whose tokens are all the row's number, from 1 on."""
+    """Returns rows of one repeated token: the row's number, from 1 on."""
     given = [chat.Example(np.full(4, i + 1, np.int32), np.ones(4, bool)) for i in range(count)]
     return batches.pad(given, 4, PAD)
 
@@ -160,7 +160,7 @@ def test_load_keeps_all_conversations(talk_tokenizer):
 
 @pytest.mark.parametrize("answers", ["turns", "reference"])
 def test_ids_are_kept_under_either_rule(talk_tokenizer, tmp_path, answers):
-    """The template does not change them."""
+    """The template does not change token ids."""
     ids = {"prompt_ids": [400, 3], "token_ids": [401, 2, 2, 511]}
     records = [
         ids,

@@ -1,4 +1,4 @@
-"""Which tokens are answers, under templates of many kinds, and the paper's own rule."""
+"""Templates of many kinds, and the paper's own rule, mark the answer tokens."""
 
 import json
 import random
@@ -64,7 +64,7 @@ WORDS = "coffee table room 42 rain, naïve 日本 🙂 ok? USER: user assistant\
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer") / "small"
-    # A frequent ` USER` gets a token of its own, which then lies over the end of answers.
+    # A frequent ` USER` becomes one token, which then crosses the end of answers.
     texts = ["user assistant coffee table room in the rain, USER: ok? USER: ASSISTANT:"] * 9
     tk.train_tokenizer(iter(texts), 330, folder)
     return folder
@@ -88,7 +88,7 @@ def conversation(seed: int, system: bool = True) -> list[chat.Message]:
 
 
 def answers_in(tokenizer, example: chat.Example) -> list[str]:
-    """The text of each run of response tokens."""
+    """Returns the text of each run of response tokens."""
     edges = np.diff(np.concatenate([[0], example.response_T.astype(int), [0]]))
     runs = zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True)
     return [tokenizer.decode(example.tokens_T[begin:end]) for begin, end in runs]
@@ -230,7 +230,7 @@ def test_answers_that_continue_each_other_make_one_example():
     (example,) = chat.encode_ids([first, second | {"prompt_ids": [5, 7, 9, 6]}], 10, 99)
     assert example.tokens_T.tolist() == [5, 7, 9, 6, 3, 2]
     assert example.response_T.tolist() == [False, True, True, False, True, True]
-    for prompt in ([5, 7, 8, 6], [5, 7], [5]):  # another turn before it, as some templates write
+    for prompt in ([5, 7, 8, 6], [5, 7], [5]):  # preceded by another turn, as in some templates
         one, two = chat.encode_ids([first, second | {"prompt_ids": prompt}], 10, 99)
         assert (one.tokens_T.tolist(), one.response_T.tolist()) == ([5, 7, 9], [False, True, True])
         assert two.tokens_T.tolist() == [*prompt, 3, 2]
@@ -250,8 +250,8 @@ ANSWERS = [{"prompt_ids": [5], "token_ids": [7, 9], "finish_reason": "length"}]
         ({"messages": HELLO, "answers": {"text": ["Hello"], "answer_start": [3]}}, None),
     ],
 )
-def test_ids_come_before_messages(tokenizer, record, wanted):
-    """A record without ids is rendered, whatever else its key `answers` holds."""
+def test_ids_override_messages(tokenizer, record, wanted):
+    """A record without ids is rendered, for any content of its key `answers`."""
     (example,) = chat.encode_record(tokenizer, record, len(tokenizer), 99)
     if wanted is None:
         wanted = chat.encode(tokenizer, HELLO, 99).tokens_T.tolist()
@@ -260,8 +260,8 @@ def test_ids_come_before_messages(tokenizer, record, wanted):
 
 @pytest.mark.parametrize("ids", [[10], [-1], [1 << 40], [8.0], ["8"], [True], [[8]], "8", 8])
 @pytest.mark.parametrize("name", ["prompt_ids", "token_ids"])
-def test_what_is_no_list_of_known_ids_is_refused(name, ids):
-    """Wherever it stands, behind the cut too."""
+def test_an_invalid_list_of_ids_is_refused(name, ids):
+    """An invalid id is refused at any position, also after the cut."""
     ids = [1, 2, 3, *ids] if isinstance(ids, list) else ids
     with pytest.raises(InputError, match="ids outside the vocabulary of 10; use the target's own"):
         chat.encode_ids([IDS | {name: ids}], 10, 3)

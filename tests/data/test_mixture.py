@@ -1,4 +1,4 @@
-"""Shares of several sources: exact however long the run, the same from any step on."""
+"""Shares of several sources are exact for any number of steps, and a run may start at any step."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.model_folders import refusal
 
 
 def numbered(first: int, count: int) -> Batch:
-    """Rows whose tokens are all the row's number, from `first` on."""
+    """Returns rows of one repeated token: the row's number, from `first` on."""
     numbers = range(first, first + count)
     return batches.pad([Example(np.full(4, n, np.int32), np.ones(4, bool)) for n in numbers], 4)
 
 
 def dealt(source: Mixture, steps: range) -> np.ndarray:
-    """The numbers of the rows of these batches, one after the other."""
+    """Returns the row numbers of these batches, in order."""
     return np.concatenate([source.batch(step).tokens_BT[:, 0] for step in steps])
 
 
@@ -66,7 +66,7 @@ def test_each_source_runs_through_epochs_of_its_own():
 
 @pytest.fixture
 def config(tmp_path) -> DataConfig:
-    """Two files that tell by their words which of them a row comes from."""
+    """Returns a config with two files; the words of a row identify its file."""
     paths = []
     for word, count in (("one", 30), ("two", 10)):
         talk = {"messages": [{"role": "user", "content": "Hi"}]}

@@ -1,4 +1,4 @@
-"""Rows on disk: equal to those in memory, made once, whole or not there at all."""
+"""Rows on disk equal rows in memory; a cache is built once, and is complete or absent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VOCAB_SIZE = 512
 
 @pytest.fixture
 def data(tmp_path) -> Path:
-    """Conversations, a few of which cannot be used."""
+    """Returns conversations, some of which cannot be used."""
     path = tmp_path / "talks.jsonl"
     lines = Path(CONVERSATIONS).read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:20], b'{"messages": []}\n', b"\xff\n", *lines[20:]]))
@@ -61,7 +61,7 @@ def load(config, talk_tokenizer):
 
 
 def folders(load_config: DataConfig) -> list[Path]:
-    """What the cache holds beside locks."""
+    """Returns the contents of the cache, without lock files."""
     found = Path(load_config.cache).glob("*")
     return sorted(path for path in found if path.suffix != ".lock")
 
@@ -189,7 +189,7 @@ def test_a_killed_build_leaves_no_rows_and_no_processes(load, config, talk_token
 
 
 def is_alive(leader: int) -> bool:
-    """Whether the process group of `leader` has a process."""
+    """Returns whether the process group of `leader` has a process."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, 0)
         return True
@@ -233,7 +233,7 @@ def test_a_full_disk_is_one_line(load, config, monkeypatch):
 # ---- processes ----------------------------------------------------------------------------
 
 
-def fate_of(number: int, shared: None) -> int:
+def failing_item(number: int, shared: None) -> int:
     if number == 13:
         raise InputError("no luck")
     os._exit(1)
@@ -243,6 +243,6 @@ def fate_of(number: int, shared: None) -> int:
 @pytest.mark.parametrize(
     "item, fault", [(13, "no luck"), (17, "a process of 2 .* ended, .*; lower data.workers")]
 )
-def test_what_fails_in_a_process_is_named(item, fault):
+def test_failures_in_a_process_are_named(item, fault):
     with pytest.raises(InputError, match=fault):
-        list(workers.ordered_map(fate_of, [item], None, workers=2))
+        list(workers.ordered_map(failing_item, [item], None, workers=2))

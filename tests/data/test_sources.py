@@ -1,4 +1,4 @@
-"""Records from every kind of place, and one clear line for what cannot be read."""
+"""Records are read from every kind of place; unreadable ones raise an error of one line."""
 
 import functools
 import gzip
@@ -124,7 +124,7 @@ def test_a_parquet_row_that_is_no_text_spoils_no_other(tmp_path):
 
 
 def test_hub_reads_through_datasets(tmp_path):
-    pytest.importorskip("datasets")  # it takes a folder where it takes a hub id
+    pytest.importorskip("datasets")  # the loader accepts a folder as a hub id
     write(tmp_path / "set" / "train.jsonl", lines())
     assert list(sources_lib.read(f"hub:{tmp_path}/set/train", ["set0"])) == RECORDS[::2]
     assert sources_lib.files_of(f"hub:{tmp_path}/set/train") == [tmp_path / "set" / "train.jsonl"]
@@ -135,7 +135,7 @@ def test_hub_reads_through_datasets(tmp_path):
         list(sources_lib.read("hub:ultrachat"))
 
 
-def test_the_hub_is_asked_for_a_revision(monkeypatch):
+def test_a_revision_is_requested_from_the_hub(monkeypatch):
     datasets = pytest.importorskip("datasets")
     load = Mock(return_value=iter(RECORDS))
     monkeypatch.setattr(datasets, "load_dataset", load)
@@ -151,7 +151,7 @@ def test_tfds_reads_a_prepared_dataset(tmp_path, monkeypatch):
     turn = {"role": text, "content": text}
 
     class SmallChats(tfds.core.GeneratorBasedBuilder):
-        __module__ = "__main__"  # a builder of its own, in no package
+        __module__ = "__main__"  # a separate builder, in no package
         VERSION = tfds.core.Version("1.0.0")
 
         def _info(self):

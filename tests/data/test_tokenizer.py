@@ -1,4 +1,4 @@
-"""The tokenizer that we train: exact round trips, its chat template, and its folder."""
+"""The trained tokenizer has exact round trips, a chat template and a folder."""
 
 import json
 import types
@@ -32,7 +32,7 @@ def tokenizer(folder):
     "text",
     [*TEXTS[:3], " two  spaces\n\n\ttab ", "naïve 日本語 🙂 ½", "\x00\x7f", "2024-10-13", ""],
 )
-def test_any_text_comes_back_as_it_was(tokenizer, text):
+def test_any_text_survives_a_round_trip(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert all(0 <= i < 320 for i in ids)
@@ -77,7 +77,7 @@ def test_an_interrupted_training_leaves_nothing(tmp_path):
 
 
 def test_pretraining_reads_all_text_that_there_is(tmp_path):
-    """Plain text as well as messages, prompts alone too; a bad record is skipped."""
+    """Pretraining reads plain text, messages and prompts alone; a bad record is skipped."""
     records = [
         {"text": "coffee " * 50},
         {"nothing": 1},

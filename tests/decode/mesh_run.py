@@ -1,9 +1,9 @@
-"""Decodes on meshes of virtual devices: run by tests in processes of their own.
+"""Decodes on meshes of virtual devices; tests run this module in separate processes.
 
 python -m tests.decode.mesh_run CASE@MESH ...     as batch:moa-1:tree@tensor=4
 
-A CASE is one of test_same_text.py, or files:DRAFTER. Prints a line of JSON for each: what was found
-on the mesh, and what was expected.
+A CASE is one of test_same_text.py, or files:DRAFTER. Prints one line of JSON per case: the result
+on the mesh, and the expected one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.pairs import NO_STOP
 # Four heads of keys and values: eight devices hold copies.
 CONFIG = TargetConfig("llama", 64, 2, BlockConfig(32, 8, 4, 8, 48, 1e-5, 10000.0, None), False, 256)
 WIDE = TinyPairs(CONFIG, heads=4)
-LONG = 16  # rows of caches that count as long here, where several texts are on a device
+LONG = 16  # limit of a short cache here, if several rows are on a device
 
 
 def drafted_on(name: str, mesh: Mesh) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def drafted_on(name: str, mesh: Mesh) -> dict[str, Any]:
 
 
 def assert_is_split(state: Any, mesh: Mesh) -> None:
-    """Caches lie by heads, kept states by features, both by rows, where these divide."""
+    """Asserts that caches are split by heads, kept states by features, both by rows."""
     for leaf, where in zip(
         jax.tree.leaves(state), jax.tree.leaves(sharding.of_state(state, mesh)), strict=True
     ):
@@ -59,9 +59,9 @@ def assert_is_split(state: Any, mesh: Mesh) -> None:
 
 
 def streamed(name: str, mesh: Mesh) -> dict[str, Any]:
-    """What devices got while a pair was read from its files: arrays by how they were cut.
+    """Returns the arrays that devices receive while a pair is read from its files, by partition.
 
-    Whatever is put on devices is in parts, so at no time does one of them hold a whole.
+    Every array is sent in parts, so a device never holds a whole array.
     """
     (name, _, weights), folder = name.partition("+"), Path(tempfile.mkdtemp())
     saved = WIDE.drafter(name)

@@ -1,4 +1,4 @@
-"""Work in the background: in order, each job once, and never in the way of a process that ends."""
+"""The background worker runs jobs in order, each job once, and never delays an exiting process."""
 
 import signal
 import subprocess
@@ -32,7 +32,7 @@ def test_jobs_are_done_in_order_and_once(caplog):
 
 
 def test_a_job_that_fails_runs_again_when_it_is_submitted_again(caplog):
-    """At most three times, each with its traceback in the log; one that succeeded does not."""
+    """A failing job runs at most three times, each with its traceback in the log."""
     background, tries = BackgroundWorker(), []
 
     def fails_twice() -> None:
@@ -71,13 +71,13 @@ print("ends", flush=True)
 """
 
 
-def test_a_process_that_ends_leaves_out_what_was_not_begun():
+def test_a_process_that_ends_drops_queued_jobs():
     ran = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "ends\ndone\n", "")
 
 
-def test_whoever_is_in_a_hurry_leaves_what_was_begun():
-    """With its own exit code, and with all that it has said; where nothing is done it goes on."""
+def test_exit_now_does_not_wait_for_a_running_job():
+    """`exit_now` exits with its own code and flushes stdout; without a running job it returns."""
     code = CODE + "print('last'); background.exit_now(7); print('never')"
     ran = subprocess.run(
         [sys.executable, "-c", code, "or for ever"], capture_output=True, text=True, timeout=300
@@ -86,8 +86,8 @@ def test_whoever_is_in_a_hurry_leaves_what_was_begun():
     BackgroundWorker().exit_now(7)
 
 
-def test_whoever_interrupts_the_wait_ends_the_process():
-    """At once, without a word, and with the exit code of an interruption."""
+def test_an_interrupted_wait_ends_the_process():
+    """The process ends at once, without output, with the exit code of an interruption."""
     waits = "wait = background.wait; background.wait = lambda: (print('waits', flush=True), wait())"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", CODE + waits, "or for ever"]

@@ -1,4 +1,4 @@
-"""Prompts are read in chunks: what is left behind is what one pass over whole prompts leaves."""
+"""Prefill in chunks leaves the same tokens and caches as one pass over whole prompts."""
 
 import functools
 
@@ -32,7 +32,7 @@ def started(session: Session, prompts=PROMPTS, sampling=GREEDY):
 
 
 def assert_same_start(found, expected, lengths=LENGTHS):
-    """The same tokens, and in every cache the same rows of every prompt."""
+    """Asserts the same tokens, and the same cache rows of every prompt."""
     for name in ("tokens_BC", "rounds_B"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     for name in ("length_B", "done_B"):
@@ -45,11 +45,11 @@ def assert_same_start(found, expected, lengths=LENGTHS):
 
 
 def assert_same_rows(found, expected, lengths, first=0):
-    """Rows of every prompt in all leaves, from `first` on."""
+    """Asserts that the rows of every prompt are equal in all leaves, from `first` on."""
     leaves = zip(*map(jax.tree.leaves_with_path, (found, expected)), strict=True)
     for (path, ours), (_, theirs) in leaves:
         assert ours.shape == theirs.shape
-        # No feature stands before the first token, so drafters that are fed them never see row 0.
+        # The first token has no feature before it, so feature-based drafters never write row 0.
         begin = first or int(".rows" in jax.tree_util.keystr(path))
         axis = 0 if ours.ndim == 2 else 1  # of rows, in one prompt's part: a text, or (K, S, E)
         for index, length in enumerate(lengths):
@@ -64,7 +64,7 @@ def assert_same_rows(found, expected, lengths, first=0):
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
 )
 def test_every_drafter_reads_chunks_as_it_reads_whole_prompts(name):
-    """Rows of 1 to 61 tokens in chunks of 7: caches, then tokens and accept lengths."""
+    """Compares caches, tokens and accept lengths for rows of 1 to 61 tokens in chunks of 7."""
     expected, limits, law = started(session(name, WHOLE))
     found, *_ = started(session(name, 7))
     assert_same_start(found, expected)
@@ -83,7 +83,7 @@ def test_the_end_of_a_prompt_is_read_in_smaller_chunks(lengths):
 
 
 def test_chunks_fill_a_cache_to_its_last_row():
-    """The third chunk of a prompt would end behind the cache, so it begins earlier."""
+    """The third chunk of a prompt would exceed the cache, so it starts earlier."""
     length = 128 - NEW - DraftShape(4).num_rows
     prompts = [[(5 + i * i) % 61 for i in range(length)], [9] * 51]
     expected, *_ = started(session("moa-1", WHOLE, cache_rows=128), prompts)
@@ -93,7 +93,7 @@ def test_chunks_fill_a_cache_to_its_last_row():
 
 
 def test_a_penalty_sees_the_prompt_and_the_first_token_alone():
-    """What the target would have chosen after earlier chunks was never said."""
+    """Tokens that the target would choose after earlier chunks are not counted."""
     sampling = Sampling(0.8, repetition_penalty=1.5, presence_penalty=1.0, seed=3)
     expected, *_ = started(session(None, WHOLE), sampling=sampling)
     found, *_ = started(session(None, 7), sampling=sampling)
@@ -106,7 +106,7 @@ def test_a_penalty_sees_the_prompt_and_the_first_token_alone():
 
 
 def test_sizes_of_chunks():
-    """Chunks that are filled are preferred, and the rows of a batch share one."""
+    """Full chunks are preferred, and the rows of a batch share one size."""
     sizes = (64, 32, 16)
     found = [chunks_of(length, sizes) for length in (1, 17, 48, 64, 200)]
     assert found == [[16], [32], [32, 16], [64], [64, 64, 64, 16]]

@@ -1,4 +1,4 @@
-"""Rounds on a CPU: no copy of a cache, weights in panels, the same text."""
+"""Rounds on a CPU copy no cache, use weights in panels, and write the same text."""
 
 # ruff: noqa: F811 (an imported fixture is an argument too)
 
@@ -25,7 +25,7 @@ SIZES |= dict(max_position_embeddings=1024, num_attention_heads=4, num_key_value
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Pair:
-    """A random pair; all kernels of its target can be cut."""
+    """Returns a random pair; all kernels of its target can be split into panels."""
     folder = tmp_path_factory.mktemp("heads")
     save_random_pair(folder, "llama", seed=3, num_hidden_layers=2, **SIZES)
     return Pair(folder, 0)
@@ -33,7 +33,7 @@ def pair(tmp_path_factory) -> Pair:
 
 @pytest.mark.parametrize(("shape", "batch"), [(None, 1), (None, 2), (CHAIN, 1), (TREE, 1)], ids=str)
 def test_a_round_copies_no_cache(pair, shape, batch):
-    """Nor anything else of the size of a cache."""
+    """A round copies no other array of the size of a cache either."""
     session = Session(pair.target, shape and pair.drafter, shape)
     state, limits, law, _ = session.start([[5, 6, 7]] * batch, 9, NO_STOP, GREEDY)
     size = min(rows.nbytes for kv in state.round.target_caches for rows in kv)

@@ -1,4 +1,4 @@
-"""The bundled pair: real text through the whole system, exact, small, and with a card."""
+"""The bundled pair decodes real text exactly, is small, and has a model card."""
 
 import jax.numpy as jnp
 import pytest
@@ -19,7 +19,7 @@ PROMPTS = (
 
 @pytest.mark.parametrize("weights", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_drafts_change_nothing_and_help(weights):
-    """Greedy and sampled."""
+    """Holds for greedy and for sampled text."""
     target = load_target(DEMO / "target", jnp.float32, weights=weights)
     drafter = load_drafter(DEMO / "draft", target, weights=weights)
     assert format_of(target.params) == format_of(drafter.params) == weights
@@ -35,7 +35,7 @@ def test_drafts_change_nothing_and_help(weights):
 
 
 def test_size_and_card():
-    """At most 48 MB, half the weights' float32 size, and a card that names its sources."""
+    """The pair takes at most 48 MB, half its float32 size, and the card names its sources."""
     weights = sum(file.stat().st_size for file in DEMO.rglob("*.safetensors"))
     assert weights < 48e6
     card = (DEMO / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""Text of tokens as they come: whole characters, and nothing of a stop text."""
+"""Incremental detokenization emits whole characters, and no part of a stop text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SENTENCE = "Ein Café, ein Kaffee für 3 €. 你好, 👩‍🚀! " * 9
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes of UTF-8."""
+    """A tokenizer; each of its tokens is one byte of UTF-8."""
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         return bytes(tokens).decode(errors="replace")
@@ -43,7 +43,7 @@ def test_a_character_is_shown_when_it_is_whole():
     assert "".join(pieces(cafe[:4])) == "Caf\ufffd"  # an answer may end within a character
 
 
-def test_what_may_become_a_stop_text_waits():
+def test_the_possible_beginning_of_a_stop_text_waits():
     assert pieces(b"a us", b"e", stops=("us.",)) == ["a ", "use", ""]
     assert pieces(b"a us", b". b", stops=("us.",)) == ["a ", "", ""]
     assert pieces(b"a u", stops=("us.",)) == ["a ", "u"]  # none came
@@ -70,8 +70,8 @@ def test_tokens_have_places_in_a_growing_text():
     assert places == [(0, 1), (1, 2), (1, 2), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6)]
 
 
-def test_the_space_before_a_word_is_kept_behind_a_prompt():
-    """Decoders of SentencePiece drop the first one of a text."""
+def test_the_space_before_a_word_is_kept_after_a_prompt():
+    """SentencePiece decoders drop the first space of a text."""
     hello, world = pieces_ids = (4, 5)
     pieces = sentence_pieces()
     assert pieces.decode(pieces_ids) == "Hello world" and pieces.decode([world]) == "world"
@@ -85,7 +85,7 @@ def test_the_space_before_a_word_is_kept_behind_a_prompt():
 
 
 def sentence_pieces() -> PreTrainedTokenizerFast:
-    """A tokenizer of the form that Llama-2 has."""
+    """Returns a tokenizer of five words with Llama 2's decoder."""
     vocab = {"<unk>": 0, "\u2581a": 1, "\u2581the": 2, "the": 3, "\u2581Hello": 4, "\u2581world": 5}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
@@ -101,7 +101,7 @@ def test_a_stop_text_may_be_kept():
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """A tokenizer of the form that Llama 2 has, whose ids are bytes, three words and others."""
+    """Returns a tokenizer in Llama 2's format; its ids are bytes, three words and `</s>`."""
     names = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581the", "the", "\u2581", "</s>"]
     vocab = {name: token for token, name in enumerate(names)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], byte_fallback=True))
@@ -113,7 +113,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """A byte-level BPE whose ids 0 to 255 are bytes, and some longer tokens across characters."""
+    """Returns a byte-level BPE: ids 0 to 255 are bytes, and longer tokens cross characters."""
     character_of = {byte: character for character, byte in _bytes_of_characters().items()}
     longer = [b" the", "好".encode(), b"\x82\xac\xe2", b"a\xe4"]
     parts = [*(bytes([byte]) for byte in range(256)), *longer]
@@ -125,7 +125,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def answers(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[list[int]]:
-    """Characters cut and damaged, random tokens, few tokens again and again, some of no text."""
+    """Yields split and damaged characters, random tokens, repeated tokens, and ids without text."""
     chance, most = random.Random(seed), len(tokenizer) + 2
     yield list("€好👩‍🚀 a".encode())[: chance.randrange(20)] * 4
     for count in (1, 3):
@@ -139,7 +139,7 @@ def answers(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[list[int]
 
 @pytest.mark.parametrize("make", [byte_fallback, byte_level])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_text_does_not_depend_on_how_tokens_come(make, seed):
+def test_a_text_does_not_depend_on_the_parts_of_its_tokens(make, seed):
     tokenizer = make()
     for tokens in answers(tokenizer, seed):
         for skip in (True, False):
@@ -171,7 +171,7 @@ def test_bad_bytes_leave_characters_as_they_are():
 @pytest.mark.parametrize("make", [byte_fallback, byte_level])
 @pytest.mark.parametrize("kind", [b"\x80", b"\xe4", "好".encode(), b"a", None], ids=str)
 def test_the_text_of_a_token_costs_the_same_in_a_long_answer(make, kind, monkeypatch):
-    """Also of bad bytes, of half characters, and of special tokens, which are None here."""
+    """Holds for bad bytes, split characters and special tokens (None here)."""
     growing, lengths = Detokenizer.growing, []
 
     def counted(self: Detokenizer, tokens: list[int]) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Draft vocabularies: EAGLE-3's files, what is refused, the ranking, and the program."""
+"""Draft vocabularies: EAGLE-3's files, refused files, the token ranking, and the program."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ T2D = np.array([0, 1, 0, 0, 1, 1, 0, 0], bool)
 
 @pytest.fixture
 def target(tmp_path) -> Target:
-    """A target of 8 tokens, without weights; its folder holds a stand-in for a tokenizer."""
+    """Returns a target of 8 tokens, without weights; its folder holds a fake tokenizer."""
     folder = tmp_path / "target"
     folder.mkdir()
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
@@ -88,7 +88,7 @@ def test_saved_as_written_by_hand(tmp_path, target):
         {"d2t": D2T},
         {"t2d": T2D},
         {"d2t": D2T, "t2d": T2D},
-        {"d2t": np.array([5, 0, 2])},  # ids 5, 1, 4: a foreign head's order is of no matter
+        {"d2t": np.array([5, 0, 2])},  # ids 5, 1, 4: the order of the head does not matter
         {"d2t": D2T, "t2d": T2D, "lm_head.weight": np.zeros((3, 2), np.float32)},
     ],
     ids=["d2t", "t2d", "both", "unordered", "in a checkpoint"],
@@ -117,7 +117,7 @@ def test_refused_tensors(load, line, tensors):
 def test_another_tokenizer_is_refused_where_both_are_known(load, target):
     line = "was made for another tokenizer: .*file.safetensors states .* 1:0000"
     other = {"vocabulary": "1:" + "0" * 64}
-    # Its length is wrong too, and the cause is named first.
+    # The length is wrong too; the error names the cause first.
     assert re.search(line, refusal(load, other, t2d=T2D[:7]))
     same = {"vocabulary": fingerprint(read_token_ids(target.folder))}
     earlier = {"tokenizer_sha256": file_hash(target.folder / "tokenizer.json")}
@@ -129,7 +129,7 @@ def test_another_tokenizer_is_refused_where_both_are_known(load, target):
 
 
 def ranked(size: int, always: tuple[int, ...] = ()) -> list[int]:
-    """Of 8 tokens: 6 occurs three times, 7 and 2 twice, 3 and 1 once, the others never."""
+    """Ranks 8 tokens: 6 occurs three times, 7 and 2 twice, 3 and 1 once, the others never."""
     count_V = count_tokens([[7, 2, 6, 3], [], [6, 2, 1, 7, 6]], 8)
     ids = most_frequent(count_V, size, always)
     assert ids.dtype == np.int32
@@ -140,7 +140,7 @@ def test_ranking_takes_the_most_frequent_and_of_ties_the_lower():
     assert [ranked(size) for size in (1, 2, 4)] == [[6], [2, 6], [1, 2, 6, 7]]
     assert ranked(6) == [0, 1, 2, 3, 6, 7]
     assert ranked(8) == list(range(8))
-    assert ranked(3, (5, 0, 5)) == [0, 5, 6]  # ids to keep take the place of the rarest
+    assert ranked(3, (5, 0, 5)) == [0, 5, 6]  # ids to keep replace the least frequent ids
     assert ranked(3, (6,)) == [2, 6, 7]
     assert "2 must be in it; ask for a size from 2 to 8" in refusal(ranked, 1, (4, 5))
 
@@ -165,7 +165,7 @@ def write(path: Path, *records: dict) -> Path:
 
 
 def counted_answers(limit: int) -> Counter[int]:
-    """Tokens of the answers' texts and end marks, without the code that finds answers."""
+    """Counts the tokens of answers and their end marks, without the code under test."""
     tokenizer = load_tokenizer(DEMO)
     records = list(sources.read(str(CONVERSATIONS)))[:limit]
     answers = [
@@ -195,7 +195,7 @@ def test_program_counts_answers_alone(tmp_path, capsys):
     assert capsys.readouterr().out == line
 
 
-def test_program_tells_what_it_leaves_out(tmp_path, capsys):
+def test_program_reports_skipped_records(tmp_path, capsys):
     hi = {"role": "user", "content": "Hi"}
     yes = {"role": "assistant", "content": "Yes"}
     corpus = write(
@@ -224,7 +224,7 @@ def test_program_refuses_bad_input_in_one_line(tmp_path, run):
     flags = ["--target", DEMO, "--corpus", CONVERSATIONS, "--size", "100", "--output", fresh]
     for changed, words in [
         (["--output", taken], "exists already"),
-        # before the corpus is looked at, as counting may take long
+        # before the corpus is read, because counting may take long
         (["--size", "2049", "--corpus", "none"], "2048 tokens; ask for a size from 1 to 2048"),
         (["--sources", "nowhere"], "no records of nowhere"),
         (["--corpus", bad], "none of 2 records has an answer; of 2: a record of unknown"),

@@ -1,4 +1,4 @@
-"""Where two answers differ, in numbers that JSON can say."""
+"""The first difference between two answers, and its margin, as numbers that JSON can hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fits behind a prompt is what `check` takes, for every length."""
+"""The limits computed for a prompt are the limits that `check` accepts, for every length."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_exactly_what_fits_is_taken(room):
         assert not takes(room, prompt_length, fits + 1)
 
 
-def test_the_line_says_what_is_needed():
+def test_the_error_names_what_is_needed():
     with pytest.raises(InputError, match="8 tokens and 5 are to follow, but .* 12 positions"):
         CacheLimits(12).check(3, 8, 5)
     with pytest.raises(InputError, match="needs 37, 5 of them for drafts; make it larger"):
@@ -34,7 +34,7 @@ def test_the_line_says_what_is_needed():
 
 
 def test_rows_double_up_to_the_positions():
-    """A cache has rows for all that fits, and none that no token could use."""
+    """A cache has a row for every token that fits, and no row that is never used."""
     room = CacheLimits(1000, draft_rows=5)
     assert [room.rows_for(count) for count in (1, 123, 124, 251, 500)] == [128, 128, 256, 256, 512]
     assert [room.rows_for(count) for count in (508, 1000)] == [1024, 1024]

@@ -1,4 +1,4 @@
-"""Log-probabilities of written tokens: those of one pass over the text, however drafted."""
+"""Log-probabilities of new tokens equal those of one pass over the text, for any draft shape."""
 
 import functools
 
@@ -15,7 +15,7 @@ from tests.pairs import NO_STOP, Pair, random_pair_of
 PROMPTS = [[5, 9, 4, 17, 23], [11]]
 NEW, TOP = 20, 3
 CHAIN, TREE = DraftShape(4), DraftShape(4, 3, 8)
-# Raw log-probabilities are of none of these settings.
+# Raw log-probabilities ignore these settings.
 LAWS = [
     Sampling(0.9, top_k=9, frequency_penalty=1.0, seed=4),
     Sampling(repetition_penalty=1.2, logit_bias=((3, 2.0),)),
@@ -29,7 +29,7 @@ def pair(tmp_path_factory) -> Pair:
 
 @pytest.fixture(scope="module")
 def answers(pair):
-    """The results for a shape; None is plain decoding. Prompts are read in chunks of 4."""
+    """Returns the results for a shape, or of plain decoding for None. The chunk size is 4."""
 
     @functools.cache
     def of(shape: DraftShape | None):
@@ -41,7 +41,7 @@ def answers(pair):
 
 
 def by_one_pass(pair: Pair, prompt: list[int], tokens: list[int]) -> np.ndarray:
-    """The raw log-probabilities (T, V) of what follows each token before one of the answer."""
+    """Returns the raw log-probabilities (T, V) that each answer token is chosen from."""
     text_1T = jnp.array([[*prompt, *tokens]])
     T = text_1T.shape[1]
     context = llama.Context(jnp.arange(T)[None], masks.causal_tree(T))
@@ -67,7 +67,7 @@ def test_they_are_those_of_one_pass_over_the_text(pair, answers, shape):
 
 @pytest.mark.slow
 def test_an_answer_that_is_cut_keeps_its_own(pair, answers):
-    """At a stop of the device, and at one that the host finds, in rounds of a chain."""
+    """Stops come from the device or from the host, in rounds of a chain."""
     session = Session(pair.target, pair.drafter, CHAIN, chunk=4, top_logprobs=0)
     whole = answers(CHAIN)[1]
     stop = whole.token_ids[7]

@@ -1,4 +1,4 @@
-"""Decoding on several devices: the texts of one device, whatever a mesh cuts."""
+"""Decoding on several devices writes the text of one device, for any mesh."""
 
 import argparse
 import json
@@ -42,7 +42,7 @@ CASES = (
 
 
 def run_cases(*cases: str) -> dict[str, dict]:
-    """What a process with eight devices found in each case."""
+    """Returns the result of each case, from a process with eight devices."""
     command = [sys.executable, "-m", "tests.decode.mesh_run", *cases]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ, text=True, capture_output=True, timeout=1800
@@ -59,7 +59,7 @@ def found() -> dict[str, dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_mesh_writes_the_texts_of_one_device(found, case):
-    """Files are streamed: each device gets its part of every array, and at no time the whole."""
+    """Files are streamed: each device receives its part of every array, never a whole array."""
     one = found[case]
     assert one["found"] == one["expected"]
     if "wide" in case or "lookup" in case:
@@ -71,13 +71,13 @@ def test_a_mesh_writes_the_texts_of_one_device(found, case):
 
 
 def test_two_devices_write_the_text_of_one():
-    """A short case."""
+    """This is one short case."""
     (one,) = run_cases("batch:moa-0:wide@tensor=2").values()
     assert one["found"] == one["expected"] and one["accepted"] > 0
 
 
 def test_a_pair_lies_on_one_mesh():
-    """The drafter goes where the target is, unless told otherwise, and then it is refused."""
+    """The drafter is loaded on the target's mesh; a drafter on another mesh is refused."""
     one = sharding.decoding_mesh(tensor=1)
     target = load_target(DEMO / "target", mesh=one)
     assert sharding.mesh_of(load_drafter(DEMO / "draft", target).params) == one
@@ -95,7 +95,7 @@ def test_a_pair_lies_on_one_mesh():
 
 
 def test_a_mesh_splits_what_is_kept_of_a_text():
-    """Caches by heads, the states that a late drafter will read by features, all by rows."""
+    """Caches are split by heads, the states for a lagging drafter by features, all by rows."""
     array = lambda *sizes: jax.ShapeDtypeStruct(sizes, np.float32)
     state = (KV(*[array(2, 4, 6, 8)] * 2), HiddenCache(array(2, 6, 32)), array(2, 6, 32))
     specs = sharding.specs_of(state, AbstractMesh((2, 4), sharding.DECODE_AXES))

@@ -1,9 +1,9 @@
 """Drafted text equals plain text: one table over drivers, drafters, draft shapes and sampling.
 
-A case is DRIVER:DRAFTER:SHAPE. Its requests are greedy, sampled with a seed, penalized and biased
-side by side; with :greedy at its end none is sampled. A DRAFTER may have quantized weights, as in
-moa-1+int8, or a draft vocabulary, as in moa-1+words. The SHAPE lagging is chains, trees and plain
-rounds in turns, so that the drafter's caches lag behind the text.
+A case is DRIVER:DRAFTER:SHAPE. Its requests are greedy, sampled with a seed, penalized and biased,
+side by side; a case that ends with :greedy samples none. A DRAFTER may have quantized weights, as
+in moa-1+int8, or a draft vocabulary, as in moa-1+words. The SHAPE `lagging` alternates chains,
+trees and plain rounds, so that the drafter's caches lag.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ class Case(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of a session or an engine that may choose its shapes, and else has one."""
+        """Returns the settings of a session or engine, with or without a choice of shapes."""
         lagging = {"ways": (turns_of(self)[2][0],), "costs": CostTable()} if self.lags else {}
         return {"vocabulary": self.vocabulary} | lagging
 
 
 class Texts(NamedTuple):
-    """New tokens by request, and how many drafted tokens were accepted."""
+    """New tokens by request, and the number of accepted draft tokens."""
 
     token_ids: list[list[int]]
     num_accepted: int
@@ -123,19 +123,19 @@ def case_of(name: str, pairs: TinyPairs = TINY, mesh: Mesh | None = None) -> Cas
 
 
 def turns_of(case: Case) -> list[tuple[DraftShape, int]]:
-    """Shapes, and the rounds of a call."""
+    """Returns shapes, and the rounds of a call."""
     other = LONG if case.drafter.method == "lookup" else WIDE  # lookup drafts no trees
     return [(CHAIN, 4), (NO_DRAFT, 3), (other, 2), (NO_DRAFT, 5)]
 
 
 def arguments_of(request: Request) -> tuple[list[int], int, list[int], Sampling]:
-    """Prompt, length, stop ids and sampling as methods take them one after the other."""
+    """Returns prompt, length, stop ids and sampling in the order of the arguments of methods."""
     stops = list(request.stop_ids)
     return list(request.prompt_ids), request.max_new_tokens, stops, request.sampling
 
 
 def rows_of(session: Session, requests: list[Request]) -> list[Result]:
-    """The results of a batch."""
+    """Returns the results of a batch."""
     return session.generate(*map(list, zip(*map(arguments_of, requests), strict=True)))
 
 
@@ -171,7 +171,7 @@ def accepted(rows: list[Result]) -> int:
 
 @contextlib.contextmanager
 def engine_for(case: Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """An engine with fewer slots than requests, that is not started."""
+    """An engine with fewer slots than requests, which is not started."""
     shape = SHAPES.get(case.shape, CHAIN)
     settings = {"num_slots": 2, "max_tokens": 64, "chunk": 16} | case.settings
     engine = Engine(case.target, case.drafter, shape, **settings)
@@ -189,7 +189,7 @@ def engine_for(case: Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
 def take_turns(
     engine: Engine, turns: list[tuple[DraftShape, int]], patch: pytest.MonkeyPatch
 ) -> None:
-    """The engine takes these shapes and rounds in turns; each call is of all slots."""
+    """The engine uses these shapes and rounds in turn; each call covers all slots."""
     order, largest = itertools.cycle(turns), engine.programs.buckets[-1:]
     costs = dict.fromkeys(shape for shape, _ in turns)
     for shape in costs:
@@ -211,7 +211,7 @@ def engine(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
 
 
 def http(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
-    """Clients of the OpenAI server ask at once; half of the answers are streamed."""
+    """Clients send all requests to the OpenAI server at once; half of the answers are streamed."""
 
     def post(server: Any, index: int) -> list[int]:
         request = case.requests[index]
@@ -239,7 +239,7 @@ def http(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
 
 
 def split(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
-    """Clients that draft share a server's passes; the wire's numbers are float32."""
+    """Clients with their own drafters share a server's passes; rows are sent in float32."""
     monkeypatch.setattr("moa_jax.split.server_target.NODES", (16,))
     monkeypatch.setattr("moa_jax.split.server_target.SESSIONS", (4,))
     sizes = {"num_slots": 3, "max_tokens": 64, "max_nodes": 16, "chunk": 16}
@@ -248,7 +248,7 @@ def split(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
     shape = SHAPES[case.shape]
     options = ClientOptions(shape) if shape.breadth > 1 else ClientOptions(lengths=(1, 3))
 
-    async def asked(port: int) -> list[Any]:
+    async def responses(port: int) -> list[Any]:
         server = server_at(port, timeout=60.0)
         with ThreadPoolExecutor(1) as worker:
             clients = [SplitClient(drafts.twin(), server, options, worker) for _ in case.requests]
@@ -263,7 +263,7 @@ def split(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
             return [answer.result() for answer in answers]
 
     with serving_split(slots, PAIRING, case.target.config.vocab_size) as server:
-        found = asyncio.run(asked(server.port))
+        found = asyncio.run(responses(server.port))
     lengths = [count for each in found for count in each.counts.accept_lengths]
     return Texts([each.tokens for each in found], sum(count - 1 for count in lengths))
 
@@ -277,7 +277,7 @@ def plain_session(pairs: TinyPairs, weights: str | None) -> Session:
 
 
 def plain_texts(name: str, case: Case, pairs: TinyPairs = TINY) -> list[list[int]]:
-    """The texts of a session without a drafter on one device."""
+    """Returns the texts of a session without a drafter on one device."""
     weights = next((word for word in ("int8", "fp8") if word in name), None)
     return [row.token_ids for row in rows_of(plain_session(pairs, weights), case.requests)]
 

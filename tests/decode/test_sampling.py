@@ -1,7 +1,7 @@
-"""Sampling settings: the law that they make of logits, and the settings that are refused.
+"""Sampling settings: the distribution that they make of logits, and the settings that are refused.
 
-The laws are those of numpy's definition and of transformers' processors. That no draft changes
-them is the subject of test_sampling_outcomes.py and test_sampling_texts.py.
+The expected distributions are those of numpy's definition and of transformers' processors.
+test_sampling_outcomes.py and test_sampling_texts.py show that no draft changes them.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from moa_jax.decode.sampling import TokenCounts, make_batch_sampling
 from moa_jax.decode.session import rows_of
 from moa_jax.decode.state import RoundState, StaticConfig, Weights
 from tests.model_folders import refusal
-from tests.sampling_law import PLAIN, law_by_definition
+from tests.sampling_law import PLAIN, probs_by_definition
 
 V = 13
 SETTINGS = [
@@ -41,7 +41,7 @@ SETTINGS = [
 
 
 class AnswerPenalties(hf.LogitsProcessor):
-    """Presence and frequency as OpenAI's reference defines them; transformers has neither."""
+    """Presence and frequency penalties by OpenAI's reference; transformers has neither of them."""
 
     def __init__(self, row: Sampling, answer: list[int]) -> None:
         self.row, self.answer = row, answer
@@ -55,8 +55,8 @@ class AnswerPenalties(hf.LogitsProcessor):
         return scores
 
 
-def law_by_transformers(logits_V, seen: set[int], row: Sampling, answer: list[int]) -> np.ndarray:
-    """The same from transformers' processors, in the order of its `generate`."""
+def probs_by_transformers(logits_V, seen: set[int], row: Sampling, answer: list[int]) -> np.ndarray:
+    """Returns the distribution of transformers' processors, in the order of its `generate`."""
     processors = hf.LogitsProcessorList()
     if row.logit_bias:
         bias = {(token,): value for token, value in row.logit_bias}
@@ -77,12 +77,12 @@ def law_by_transformers(logits_V, seen: set[int], row: Sampling, answer: list[in
 
 
 @jax.jit
-def our_log_law(law, logits_BNV, said):
+def our_log_probs(law, logits_BNV, said):
     return sampling.log_probs(law, sampling.apply_penalties(law, logits_BNV, said, law.bias_BV))
 
 
 def random_logits(spread: float, seed: int = 0) -> tuple[np.ndarray, TokenCounts]:
-    """Logits (B, 2, V) for the rows of SETTINGS, and what was said."""
+    """Returns logits (B, 2, V) for the rows of SETTINGS, and token counts."""
     rng = np.random.default_rng(seed)
     shape = len(SETTINGS), 2, V
     logits_BNV = rng.normal(0, spread, shape).astype(np.float32)
@@ -91,7 +91,7 @@ def random_logits(spread: float, seed: int = 0) -> tuple[np.ndarray, TokenCounts
 
 
 def in_words(said: TokenCounts, b: int, n: int) -> tuple[set[int], list[int]]:
-    """What a node has seen, and its answer in some order."""
+    """Returns the tokens that a node has seen, and the tokens of its answer in some order."""
     return (
         set(np.flatnonzero(said.seen[b, n]).tolist()),
         np.repeat(np.arange(V), said.times[b, n]).tolist(),
@@ -99,19 +99,19 @@ def in_words(said: TokenCounts, b: int, n: int) -> tuple[set[int], list[int]]:
 
 
 @pytest.mark.parametrize("spread", [1.0, 4.0])
-def test_law_equals_its_definition_and_transformers(spread):
+def test_the_distribution_equals_its_definition_and_transformers(spread):
     logits_BNV, said = random_logits(spread)
-    law_BNV = np.exp(our_log_law(make_batch_sampling(SETTINGS, V), logits_BNV, said))
+    law_BNV = np.exp(our_log_probs(make_batch_sampling(SETTINGS, V), logits_BNV, said))
     for b, n in itertools.product(*map(range, law_BNV.shape[:2])):
         seen, answer = in_words(said, b, n)
-        for expected in (law_by_definition, law_by_transformers):
+        for expected in (probs_by_definition, probs_by_transformers):
             law_V = expected(logits_BNV[b, n], seen, SETTINGS[b], answer)
             np.testing.assert_allclose(law_BNV[b, n], law_V, atol=1e-6, err_msg=f"{SETTINGS[b]}")
             assert ((law_BNV[b, n] > 0) == (law_V > 1e-30)).all(), SETTINGS[b]
 
 
-def test_what_was_said_is_found_in_texts():
-    """Prompts are seen and not counted, tokens behind a row's end or negative ones are neither."""
+def test_token_counts_of_texts():
+    """Prompt tokens are seen, not counted; padding and negative tokens are neither."""
     tokens_BC = np.array([[1, 1, 2, 1, 3, 3, 7], [4, 5, 6, 6, 6, -1, -1]])
     law = make_batch_sampling([Sampling(repetition_penalty=2.0, presence_penalty=1.0)] * 2, V)
     prompt_length_B, count_B = np.array([2, 1]), np.array([6, 7])
@@ -130,26 +130,26 @@ def test_what_was_said_is_found_in_texts():
     )
 
 
-def test_settings_that_are_off_change_nothing():
-    """Not even an unlikely tail beside rows that use them; and alone they cost nothing."""
+def test_disabled_settings_change_nothing():
+    """Unlikely tokens are kept beside rows with settings; unused settings have no array."""
     logits_BNV, said = random_logits(15.0)
-    log_BNV = our_log_law(make_batch_sampling(SETTINGS, V), logits_BNV, said)
+    log_BNV = our_log_probs(make_batch_sampling(SETTINGS, V), logits_BNV, said)
     np.testing.assert_allclose(log_BNV[0], jax.nn.log_softmax(logits_BNV[0]), rtol=1e-6)
     off = make_batch_sampling([PLAIN], V)
     assert [value is None for value in off] == [False, False, *[True] * 7]
     np.testing.assert_allclose(
-        our_log_law(off, logits_BNV[:1], TokenCounts()), log_BNV[:1], rtol=1e-6
+        our_log_probs(off, logits_BNV[:1], TokenCounts()), log_BNV[:1], rtol=1e-6
     )
     assert make_batch_sampling([Sampling(seed=5)], V) == sampling.BatchSampling()
 
 
 def kept_by_sorting(log_V: np.ndarray, k: int, p: float) -> tuple[np.ndarray, float]:
-    """What top-k and then top-p keep, by sorting; how near top-p was to another choice."""
+    """Returns the tokens that top-k and then top-p keep, by sorting, and top-p's margin."""
     sorted_V = -np.sort(-log_V)
     mass_V = np.where(np.arange(len(log_V)) < k, np.exp(sorted_V.astype(np.float64)), 0)
     before_V = np.cumsum(mass_V) - mass_V
     enough = p * mass_V.sum() if p < 1 else np.inf
-    # Equals stay or go together, so what comes before them is what comes before their first.
+    # Equal values are kept or removed together, so their sum starts at the first of them.
     first_V = np.searchsorted(-sorted_V, -sorted_V)
     chosen_V = (before_V[first_V] < enough) & (np.arange(len(log_V)) < k)
     return log_V >= sorted_V[chosen_V].min(), np.abs(before_V[first_V] - enough).min()
@@ -157,8 +157,8 @@ def kept_by_sorting(log_V: np.ndarray, k: int, p: float) -> tuple[np.ndarray, fl
 
 @pytest.mark.parametrize("size", [7, 200, pytest.param(128256, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ties", [False, True])
-def test_what_is_kept_is_what_sorting_keeps(size, ties):
-    """Over laws of all spreads, but for tokens that the last bits of a sum decide."""
+def test_top_k_and_top_p_keep_what_sorting_keeps(size, ties):
+    """Skips tokens that the last bits of a sum decide, for distributions of all spreads."""
     rng = np.random.default_rng(size)
     spreads = (0.0, 0.01, 1.0, 4.0, 30.0)
     rows = [
@@ -181,20 +181,20 @@ def test_what_is_kept_is_what_sorting_keeps(size, ties):
 
 
 def test_extreme_temperatures_are_finite():
-    """Towards 0 all on the likeliest token, as at 0; towards infinity nearly all alike."""
+    """Near 0 the argmax has all probability, as at 0; near infinity the distribution is uniform."""
     rows = [Sampling(temperature=value) for value in (0.0, 1e-37, 1e-6, 1e6)]
     logits_V = np.array([3.0, 90.0, -50.0, 89.0], np.float32)
     law_BNV = np.exp(
-        our_log_law(make_batch_sampling(rows, 4), np.tile(logits_V, (4, 1, 1)), TokenCounts())
+        our_log_probs(make_batch_sampling(rows, 4), np.tile(logits_V, (4, 1, 1)), TokenCounts())
     )
     np.testing.assert_array_equal(law_BNV[:3, 0], [[0, 1, 0, 0]] * 3)
-    expected_V = law_by_definition(logits_V, set(), rows[3])
+    expected_V = probs_by_definition(logits_V, set(), rows[3])
     # Two steps of float32 at log 1/4; a temperature that is 1% off makes seven.
     np.testing.assert_allclose(law_BNV[3, 0], expected_V, rtol=2 * np.finfo(np.float32).eps)
 
 
 def test_drafts_are_guided_by_the_settings_of_the_target():
-    """The drafter's law has the same bias and penalties, of committed and of drafted tokens.
+    """The drafter has the same bias and penalties, for committed and for drafted tokens.
 
     The root 0 is committed, so it is not counted again.
     """
@@ -215,7 +215,7 @@ def test_drafts_are_guided_by_the_settings_of_the_target():
         seen, answer = in_words(said, b, 0)
         answer += path_BNP[b, n, 1:].tolist()
         seen |= set(answer)
-        expected = law_by_definition(logits_BNV[b, n], seen, SETTINGS[b], answer)
+        expected = probs_by_definition(logits_BNV[b, n], seen, SETTINGS[b], answer)
         np.testing.assert_allclose(np.exp(whole_BNV[b, n]), expected, atol=1e-6)
 
 

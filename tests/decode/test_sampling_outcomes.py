@@ -1,6 +1,6 @@
-"""Every draft and every choice on tiny vocabularies, in exact numbers: no draft changes the law.
+"""On tiny vocabularies, no draft changes the output distribution, in exact numbers.
 
-Each outcome of a round is weighed with its probability, so nothing is left to luck.
+Each outcome of a round is weighted by its probability, so nothing is left to chance.
 """
 
 import itertools
@@ -18,11 +18,11 @@ PAIRS = ((0,), (1,), (0, 0), (0, 1), (1, 0))
 TRIPLE = ((0,), (1,), (2,), (0, 0))
 DEEP = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0))
 TREES = [(3, CHAIN), (4, CHAIN), (3, PAIRS), (4, TRIPLE), (3, DEEP)]
-LENGTH = 4  # tokens whose joint law is compared: as many as a round can emit
+LENGTH = 4  # tokens of the joint distributions that are compared: the most that a round can emit
 
 
 def random_table(size: int, seed: int, support: int | None = None) -> dict:
-    """{path: law of the next token}; with a `support` only so many tokens are possible."""
+    """Returns {path: distribution of the next token}; `support` limits the possible tokens."""
     rng = np.random.default_rng(seed)
     table = {}
     for length in range(LENGTH):
@@ -33,8 +33,8 @@ def random_table(size: int, seed: int, support: int | None = None) -> dict:
     return table
 
 
-def joint_law(table: dict, size: int, given: tuple = ()) -> np.ndarray:
-    """The law of LENGTH tokens, `given` the first ones, as one axis."""
+def joint_probs(table: dict, size: int, given: tuple = ()) -> np.ndarray:
+    """Returns the joint distribution of LENGTH tokens that start with `given`, as one axis."""
     law = np.zeros((size,) * LENGTH)
     for tokens in itertools.product(range(size), repeat=LENGTH - len(given)):
         whole = given + tokens
@@ -43,7 +43,7 @@ def joint_law(table: dict, size: int, given: tuple = ()) -> np.ndarray:
 
 
 def in_order(law_V: np.ndarray, count: int, given: tuple = ()) -> list[tuple[tuple, float]]:
-    """All ordered draws without replacement; those that nothing is left for are lowest first."""
+    """Returns all ordered draws without replacement; without mass, the lowest id is next."""
     if len(given) == count:
         return [(given, 1.0)]
     rest_V = np.where(np.isin(np.arange(len(law_V)), given), 0.0, law_V)
@@ -58,7 +58,7 @@ def in_order(law_V: np.ndarray, count: int, given: tuple = ()) -> list[tuple[tup
 
 
 def all_drafts(paths: tuple, table: dict) -> list[tuple[dict, float]]:
-    """Every ({node's path of ranks: its path of tokens}, its probability)."""
+    """Returns every ({node's path of ranks: its path of tokens}, its probability)."""
     drafts = [({(): ()}, 1.0)]
     for node in ((), *paths):
         count = sum(path[:-1] == node for path in paths)
@@ -83,10 +83,10 @@ our_verify = jax.jit(verify, static_argnums=2)
 our_children = jax.jit(sampling.children, static_argnums=1)
 
 
-def output_laws(paths: tuple, drafts: list, target: dict, drafter: dict, choice_law):
-    """Each draft's law of LENGTH tokens (D, V ** LENGTH): one real `verify` of all choices.
+def output_probs(paths: tuple, drafts: list, target: dict, drafter: dict, choice_probs):
+    """Returns each draft's distribution of LENGTH tokens (D, V ** LENGTH), by one real `verify`.
 
-    What a round emits is continued by the target's own law.
+    The target's distribution continues the tokens that a round emits.
     """
     nodes, size = ((), *paths), len(target[()])
     token = lambda path: path[-1] if path else 0
@@ -99,7 +99,7 @@ def output_laws(paths: tuple, drafts: list, target: dict, drafter: dict, choice_
     ]
     most = 1 + max(map(max, paths))
     child_DNk = np.asarray(our_children(tree_of(paths, tokens_DN), most))
-    chance_DNV = choice_law(*laws, child_DNk)
+    chance_DNV = choice_probs(*laws, child_DNk)
     np.testing.assert_allclose(chance_DNV.sum(-1), 1.0, atol=1e-6)
 
     choice_AN = np.array(list(itertools.product(range(size), repeat=len(nodes))))
@@ -115,11 +115,11 @@ def output_laws(paths: tuple, drafts: list, target: dict, drafter: dict, choice_
         for prefix in itertools.product(range(size), repeat=count):
             same_X = (count_X == count) & (emitted_XD[:, :count] == prefix).all(axis=1)
             mass_D = (weight_DA * same_X.reshape(D, A)).sum(axis=1)
-            law += mass_D[:, None] * joint_law(target, size, prefix)
+            law += mass_D[:, None] * joint_probs(target, size, prefix)
     return law
 
 
-def expected_law(drafts: list, laws_DX: np.ndarray) -> np.ndarray:
+def expected_probs(drafts: list, laws_DX: np.ndarray) -> np.ndarray:
     return np.array([chance for _, chance in drafts]) @ laws_DX
 
 
@@ -128,9 +128,9 @@ def point_masses(law_DNV, draft_DNV, child_DNk):
 
 
 def sampled(reject):
-    """The law of the choice when the children are tried one after the other."""
+    """Returns the distribution of the choice if the children are tried one after the other."""
 
-    def choice_law(law_DNV, draft_DNV, child_DNk):
+    def choice_probs(law_DNV, draft_DNV, child_DNk):
         found = reject(law_DNV, draft_DNV, child_DNk)
         accept_DNk, residual_DNV = (np.asarray(part, np.float64) for part in found)
         chance_DNV, untried_DN = np.zeros(law_DNV.shape), np.ones(law_DNV.shape[:2])
@@ -140,15 +140,15 @@ def sampled(reject):
             untried_DN = untried_DN - taken_DN
         return chance_DNV + untried_DN[..., None] * residual_DNV
 
-    return choice_law
+    return choice_probs
 
 
 our_reject = jax.jit(sampling.reject)
 
 
 @pytest.mark.parametrize(("size", "paths"), TREES)
-def test_fixed_candidates_change_no_law(size, paths):
-    """Whatever stands in the tree, unlikely tokens and missing nodes too: each draft alone."""
+def test_fixed_candidates_change_no_distribution(size, paths):
+    """Trees may hold unlikely tokens and missing nodes; each draft is checked by itself."""
     target, drafter = random_table(size, 1), random_table(size, 2)
     drafts = all_drafts(paths, drafter)[::7]
     gone = [
@@ -158,23 +158,23 @@ def test_fixed_candidates_change_no_law(size, paths):
         )
         for d in [draft.items() for draft, _ in drafts[:2]]
     ]
-    laws_DX = output_laws(paths, drafts + gone, target, drafter, point_masses)
-    expected_X = joint_law(target, size)
+    laws_DX = output_probs(paths, drafts + gone, target, drafter, point_masses)
+    expected_X = joint_probs(target, size)
     np.testing.assert_allclose(
         laws_DX, np.broadcast_to(expected_X, laws_DX.shape), rtol=0, atol=1e-12
     )
 
 
-# A drafter that knows fewer tokens than there are children proposes some that it did not draw.
+# A drafter with fewer tokens than the tree has children proposes some that it did not draw.
 @pytest.mark.parametrize("support", [None, 2, 1])
 @pytest.mark.parametrize(("size", "paths"), TREES)
-def test_sampled_candidates_change_no_law(size, paths, support):
+def test_sampled_candidates_change_no_distribution(size, paths, support):
     target = random_table(size, 3, support and 2)
     drafter = random_table(size, 4, support)
     drafts = all_drafts(paths, drafter)
     assert abs(sum(chance for _, chance in drafts) - 1) < 1e-12
-    laws_DX = output_laws(paths, drafts, target, drafter, sampled(our_reject))
-    expected_X = joint_law(target, size)
-    np.testing.assert_allclose(expected_law(drafts, laws_DX), expected_X, rtol=0, atol=1e-6)
+    laws_DX = output_probs(paths, drafts, target, drafter, sampled(our_reject))
+    expected_X = joint_probs(target, size)
+    np.testing.assert_allclose(expected_probs(drafts, laws_DX), expected_X, rtol=0, atol=1e-6)
     if support is None:
         assert np.abs(laws_DX - expected_X).max() > 0.05, "no draft mattered, so nothing was shown"

@@ -1,6 +1,6 @@
-"""Whole programs that sample: their texts have the target's law, or are plain decoding's.
+"""Sampled texts of whole programs have the target's distribution, or equal plain decoding's.
 
-tables        tables of logits stand in place of the models' layers
+tables        tables of logits replace the models' layers
 a pair        a small random pair
 """
 
@@ -32,7 +32,7 @@ from moa_jax.drafters import tree as tree_lib
 from moa_jax.drafters.api import Drafter, TapSpec
 from tests.oracle import random_pair
 from tests.pairs import NO_STOP
-from tests.sampling_law import PLAIN, law_by_definition
+from tests.sampling_law import PLAIN, probs_by_definition
 
 # ---- tables -------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ MIXED = [
 
 
 def table_drafter(logits_VV) -> Drafter:
-    """Drafts from logits that the last token alone decides."""
+    """Returns a drafter whose logits depend on the last token alone."""
 
     def propose(params, shared, cache, root_B, length_B, shape, guide):
         def level(cache, tokens_BW, ancestor_BWX, depth):
@@ -64,7 +64,7 @@ def table_drafter(logits_VV) -> Drafter:
 
 
 def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
-    """TOKENS tokens after token 0, for ROWS seeds of each setting, by the loop of rounds itself.
+    """Returns TOKENS tokens after token 0, for ROWS seeds of each setting, by the loop of rounds.
 
     `ids` is a draft vocabulary.
     """
@@ -95,26 +95,26 @@ def table_texts(monkeypatch, shape, rows, ids=None) -> np.ndarray:
     return np.asarray(state.tokens_BC)[:, 1 : TOKENS + 1].reshape(len(rows), ROWS, TOKENS)
 
 
-def law_of_texts(prompt: list[int], row: Sampling, logits_of) -> dict[tuple, float]:
-    """The law of TOKENS tokens after the prompt, where `logits_of` texts gives one row for each."""
+def text_probs(prompt: list[int], row: Sampling, logits_of) -> dict[tuple, float]:
+    """Returns the distribution of TOKENS tokens after the prompt, by logits of each text."""
     law = {(): 1.0}
     for _ in range(TOKENS):
         logits_XV = logits_of([[*prompt, *text] for text in law])
         law = {
             (*text, int(token)): chance * law_V[token]
             for (text, chance), logits_V in zip(law.items(), logits_XV, strict=True)
-            for law_V in [law_by_definition(logits_V, {*prompt, *text}, row, text)]
+            for law_V in [probs_by_definition(logits_V, {*prompt, *text}, row, text)]
             for token in np.flatnonzero(law_V)
         }
     return law
 
 
-def table_law(row: Sampling) -> dict[tuple, float]:
-    return law_of_texts([0], row, lambda texts: [LOGITS_VV[0][text[-1]] for text in texts])
+def table_probs(row: Sampling) -> dict[tuple, float]:
+    return text_probs([0], row, lambda texts: [LOGITS_VV[0][text[-1]] for text in texts])
 
 
 def p_value(texts: np.ndarray, law: dict[tuple, float]) -> float:
-    """Chi-square of texts (rows) against their law; texts expected under 5 times are one."""
+    """Returns chi-square's p of texts (rows); texts that are expected under 5 times are joined."""
     assert abs(sum(law.values()) - 1) < 1e-9
     rows, counts = np.unique(texts, axis=0, return_counts=True)
     seen = {tuple(row): count for row, count in zip(rows.tolist(), counts, strict=True)}
@@ -140,10 +140,10 @@ STATIC = DraftShape.static([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]], s
         pytest.param(DraftShape(3, 3, 6), None, id="most-likely-tree"),
     ],
 )
-def test_texts_have_the_law_of_the_target(monkeypatch, shape, ids):
-    """Several rounds in all, so that noise of one round that returned in the next would show."""
+def test_texts_have_the_distribution_of_the_target(monkeypatch, shape, ids):
+    """The text takes several rounds, so noise that is reused in the next round would be noticed."""
     for texts, row in zip(table_texts(monkeypatch, shape, MIXED, ids), MIXED, strict=True):
-        assert p_value(texts, table_law(row)) > LEAST_P, row
+        assert p_value(texts, table_probs(row)) > LEAST_P, row
 
 
 # ---- a pair -------------------------------------------------------------------------------
@@ -159,14 +159,14 @@ PROMPTS = [
     [6, 6],
 ]
 CHAIN = DraftShape(4)
-COUPLED = [  # every row another one; the first two use all that there is
+COUPLED = [  # all rows differ; the first two use all settings
     Sampling(0.8, 12, 0.95, 0.01, 1.2, ((4, 1.5), (9, -math.inf)), seed=3),
     Sampling(1.4, 9, 0.8, 0.05, 0.8, ((2, -1.0),), seed=4),
     Sampling(temperature=1.0, seed=5),
     Sampling(temperature=2.0, top_p=0.7, seed=7),
     Sampling(temperature=0.0, repetition_penalty=1.3),
     Sampling(temperature=0.0, repetition_penalty=1.1, logit_bias=((13, -3.0), (4, 2.0))),
-    # Tokens come again, and one that counted twice or late would change both texts.
+    # Tokens repeat; a token counted twice or late would change both texts.
     Sampling(temperature=0.7, presence_penalty=-1.0, frequency_penalty=0.5, seed=6),
     Sampling(temperature=0.0, presence_penalty=-1.0, frequency_penalty=0.5),
 ]
@@ -174,7 +174,7 @@ PENALISED_ROWS = (6, 7)
 
 
 class SampledPair:
-    """A small random pair that agrees now and then, its sessions, and its torch model."""
+    """A small random pair that accepts some drafts, its sessions, and its torch model."""
 
     def __init__(self, folder) -> None:
         sizes = dict(vocab_size=24, num_hidden_layers=2, eos_token_id=None)
@@ -192,7 +192,7 @@ class SampledPair:
         return Session(self.target, shape and self.drafter, shape)
 
     def logits_of(self, texts: list[list[int]]) -> np.ndarray:
-        """What the torch model gives after each text."""
+        """Returns the torch model's logits after each text."""
         return self.model(torch.tensor(texts)).logits[:, -1].numpy()
 
 
@@ -202,23 +202,23 @@ def pair(tmp_path_factory) -> SampledPair:
 
 
 def test_penalties_of_answers_equal_their_definition(pair):
-    """Token by token with torch's logits and numpy's law, sampled and greedy."""
+    """Compares each token with torch's logits and numpy's distribution, sampled and greedy."""
     for i in PENALISED_ROWS:
         found, expected = pair.results(CHAIN)[i], text_by_definition(pair, i, COUPLED[i])
         assert found.token_ids == expected and found.tau > 1
         off = dataclasses.replace(COUPLED[i], presence_penalty=0.0, frequency_penalty=0.0)
-        assert text_by_definition(pair, i, off) != expected  # so they decide something
+        assert text_by_definition(pair, i, off) != expected  # so the penalties matter
 
 
 def text_by_definition(pair: SampledPair, i: int, row: Sampling) -> list[int]:
-    """What follows the i-th prompt."""
+    """Returns the text that follows the i-th prompt."""
     prompt, answer = PROMPTS[i], []
     law = sampling.make_batch_sampling(
         [dataclasses.replace(row, temperature=1.0)], 24
     )  # for the noise
     for position in range(len(prompt), len(prompt) + 20):
         (logits_V,) = pair.logits_of([[*prompt, *answer]])
-        law_V = law_by_definition(logits_V, {*prompt, *answer}, row, answer)
+        law_V = probs_by_definition(logits_V, {*prompt, *answer}, row, answer)
         noise_V = sampling.gumbel(law, sampling.TARGET, jnp.array([[position]]), 24)[0, 0]
         with np.errstate(divide="ignore"):
             answer.append(int(np.argmax(np.log(law_V) + noise_V)))
@@ -226,7 +226,7 @@ def text_by_definition(pair: SampledPair, i: int, row: Sampling) -> list[int]:
 
 
 def test_seeds_decide(pair):
-    """Of one setting, rows get seeds of their own; the same seed gives the same text."""
+    """Rows of one setting get different seeds; the same seed gives the same text."""
     texts = {
         seed: [
             row.token_ids
@@ -241,9 +241,9 @@ def test_seeds_decide(pair):
 
 
 def test_texts_go_on_as_they_began(pair):
-    """Noise belongs to positions, so it is another one after the prompt than in the first round.
+    """Noise depends on the position, so the noise after the prompt differs from that of round one.
 
-    Where an answer's penalties ask which tokens are the prompt, the text may go on differently.
+    With answer penalties, the text depends on the length of the prompt, so it may differ.
     """
     some = slice(PENALISED_ROWS[0])
     texts = [result.token_ids for result in pair.results(None)[some]]
@@ -256,9 +256,9 @@ SHARP = Sampling(temperature=1.3, top_k=3, repetition_penalty=1.2, seed=11)
 
 
 @pytest.mark.slow
-def test_sampled_candidates_of_a_pair_change_no_law(pair):
-    """Four tokens after one prompt for 4096 seeds."""
+def test_sampled_candidates_of_a_pair_change_no_distribution(pair):
+    """Compares four tokens after one prompt for 4096 seeds."""
     found = pair.session(STATIC).generate([PROMPTS[0]] * 4096, TOKENS, NO_STOP, SHARP)
     assert np.mean([result.tau for result in found]) > 1.05
     texts = np.array([result.token_ids for result in found])
-    assert p_value(texts, law_of_texts(PROMPTS[0], SHARP, pair.logits_of)) > LEAST_P
+    assert p_value(texts, text_probs(PROMPTS[0], SHARP, pair.logits_of)) > LEAST_P

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.slow
 
 SHAPES = {"plain": None, "chain": DraftShape(5)}
 TIE = 1e-3  # logits; twice what float32 moves the logits of these weights by, and more
-# Tokens of an answer. Batches of 32 prompts take minutes with 128, so .ci/run asks for fewer.
+# Tokens of an answer. Batches of 32 prompts take minutes with 128, so .ci/run sets fewer.
 LENGTH = int(os.environ.get("MOA_SMOLLM2_TOKENS", "128"))
 
 
 @pytest.fixture(scope="module")
 def given(smollm2_gguf):
-    """The target, 20 prompts, and what plain decoding writes after each of them alone."""
+    """Returns the target, 20 prompts, and the plain decoding of each prompt alone."""
     target = load_target(smollm2_gguf, jnp.float32)
     tokenizer = tokenizer_of(target.folder)
     questions = [turn for question in load_suite("demo") for turn in question.turns]
@@ -38,7 +38,7 @@ def given(smollm2_gguf):
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_answers_equal_plain_decoding_of_one_prompt(given, shape, batch):
-    """Only a tie in float32 may be decided otherwise, and is shown."""
+    """Only a tie in float32 may be decided differently; the test prints it."""
     target, prompts, alone = given
     if (shape, batch) == ("plain", 1):
         pytest.skip("plain decoding of one prompt is the reference")

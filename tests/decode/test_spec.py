@@ -1,6 +1,6 @@
-"""Texts: those of torch and of the authors' code, where they end, and what sessions refuse.
+"""Texts equal those of torch and of the authors' code and end correctly; bad prompts are refused.
 
-That drafts change none of them is the claim of test_same_text.py.
+test_same_text.py shows that drafts do not change a text.
 """
 
 # ruff: noqa: F811 (an imported fixture is an argument too)
@@ -34,7 +34,7 @@ def test_plain_equals_torch(pair):
 
 @pytest.fixture(scope="module")
 def tiny() -> Session:
-    """A session some of whose drafts are accepted."""
+    """Returns a session; some of its drafts are accepted."""
     return Session(target(), drafter("moa-2"), DraftShape(4, 3, 8))
 
 
@@ -56,13 +56,13 @@ def test_every_stop_position(tiny):
 
 @pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["each round", "many rounds"])
 def test_stream_equals_generate(tiny, seconds, monkeypatch):
-    """A call holds as many rounds as are shown in time, and one where none is that fast."""
+    """A call holds several rounds if they are fast enough to display, else one round."""
     monkeypatch.setattr("moa_jax.decode.session.SECONDS_BETWEEN_TEXTS", seconds)
     *parts, result = tiny.stream(ANSWERED, 20, NO_STOP)
     (whole,) = tiny.generate([ANSWERED], 20, NO_STOP)
     assert sum(parts, []) == result.token_ids == whole.token_ids
     assert result.accept_lengths == whole.accept_lengths
-    if seconds:  # the first call is of one round, since nothing was timed yet
+    if seconds:  # the first call has one round, because no time is known yet
         assert [len(part) for part in parts] == [1, whole.accept_lengths[0], len(parts[2])]
     else:
         assert [len(part) for part in parts[1:]] == whole.accept_lengths
@@ -102,7 +102,7 @@ generated = pytest.mark.parametrize("folder", CASES)
 
 @generated
 def test_draft_chain_equals_recorded(folder):
-    """The recorded text, plain and drafted, and the recorded accept lengths of a chain of four."""
+    """Compares the recorded text, plain and drafted, and the accept lengths of a chain of four."""
     pair, arrays = recorded(folder)
     for name, prompt, answer in prompts_of(arrays):
         (plain,), (found,) = (
@@ -132,7 +132,7 @@ def test_draft_chain_stops_as_recorded(folder):
 
 
 def test_an_answer_does_not_begin_where_a_logit_is_not_finite(monkeypatch):
-    """Minus infinity is a cause for doubt, too, though another logit is larger."""
+    """Minus infinity is refused too, even if another logit is larger."""
     logits_BV = jnp.array([[0.0, 1.0, -jnp.inf], [jnp.nan, 1.0, 2.0], [0.0, 1.0, 2.0]])
     monkeypatch.setattr(step.llama, "unembed", lambda params, hidden_BND: hidden_BND)
     state = RoundState(jnp.zeros(3, jnp.int32), jnp.zeros(3, bool))
@@ -150,7 +150,7 @@ def test_verify_takes_the_longest_agreeing_prefix_of_a_chain():
 
 
 def test_verify_follows_the_agreeing_branch_of_a_tree():
-    """Root with children a and b, b with child c: b and c agree, a does not."""
+    """The root has children a and b, and b has child c; b and c agree, a does not."""
     parent_BN = jnp.array([[0, 0, 0, 2]])
     ancestor_BNN = jnp.array([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], bool)
     tree = Tree(jnp.array([[1, 2, 3, 4]]), parent_BN, jnp.array([[0, 1, 1, 2]]), ancestor_BNN)
@@ -190,7 +190,7 @@ def test_bad_prompts_are_one_line(simple_pair, prompts, count, line):
 
 
 def test_compiles_without_options_that_xla_does_not_have(monkeypatch, caplog):
-    """The options are experimental; an error of another kind is raised as it is."""
+    """The options are experimental; an error of another kind is raised unchanged."""
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
     monkeypatch.setattr(programs, "DRAFTING_OPTIONS", {"xla_gpu_experimental_gone": 1})
     assert programs.compile_lowered(lowered, "gpu", drafts=True)(1.0) == 2

@@ -1,7 +1,7 @@
-"""Calls of one generation that draft in different ways.
+"""Calls of one generation that use different draft shapes.
 
-The drafter's caches lag after rounds of plain decoding, and are whole again after `sync_drafter`.
-That the text is plain decoding's is a case of test_same_text.py.
+The drafter's caches lag after rounds of plain decoding, and are complete again after
+`sync_drafter`. test_same_text.py shows that the text is plain decoding's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.pairs import NO_STOP
 CHAIN, LONG, TREE = DraftShape(3), DraftShape(5), DraftShape(3, 2, 4)
 NEW = 60
 SOME = PROMPTS[:4]
-BEHIND = 15  # rounds of a call; after three the drafter has more to read than one turn takes
+BEHIND = 15  # rounds of a call; after three, the drafter lags by more than a turn holds
 
 
 @functools.cache
@@ -42,12 +42,12 @@ def scripted(name: str, *choices: tuple[DraftShape, int]) -> Session:
 
 
 def test_a_drafted_round_of_a_lagging_drafter_leaves_it_lagging():
-    """It reads the round's own tokens, and those before them are still to be read."""
+    """The drafter reads the round's own tokens; the tokens before them are still unread."""
     found = session("moa-1").begin([PROMPTS[1]], 20, NO_STOP, GREEDY)
     known = lambda: found.state.round.draft_lag.draft_len_B.tolist()
     before = known()
     found.take(NO_DRAFT, 4)
-    found._lag = 0  # so that nothing catches up
+    found._lag = 0  # so that no catch-up runs
     found.take(CHAIN, 1)
     assert known() == before == [len(PROMPTS[1])]
     found._lag = 1
@@ -57,8 +57,8 @@ def test_a_drafted_round_of_a_lagging_drafter_leaves_it_lagging():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_what_plain_rounds_left_is_made_up_for(name):
-    """Then the drafter's caches, and so its drafts, are those that it has after a longer prompt."""
+def test_sync_drafter_reads_the_tokens_of_plain_rounds(name):
+    """After `sync_drafter`, the caches and drafts equal those after a longer prompt."""
     found = scripted(name, (NO_DRAFT, BEHIND)).begin(SOME, NEW, NO_STOP, GREEDY)
     for _ in range(3):
         assert found.call()[1] == BEHIND
@@ -79,7 +79,7 @@ def test_what_plain_rounds_left_is_made_up_for(name):
 
 @pytest.mark.parametrize("rounds", [1, CATCH_UP + 1])
 def test_the_drafter_reads_the_last_token_too(rounds):
-    """Also where it lags by one token, or by one more than a turn holds."""
+    """This holds for a lag of one token, too, and for one token more than a turn holds."""
     found = scripted("moa-1").begin(SOME[:1], NEW, NO_STOP, GREEDY)
     found.take(NO_DRAFT, rounds)
     now = found.state.round
@@ -90,7 +90,7 @@ def test_the_drafter_reads_the_last_token_too(rounds):
 
 
 def test_truncated_rounds_are_not_observed():
-    """Whatever a row accepted in its last round says nothing of the drafter."""
+    """The tokens that a row accepts in its last round are no evidence for the drafter."""
     found = scripted("moa-1", (CHAIN, 3))
     rows = found.generate(SOME, [17, 1, 9, 17], NO_STOP)  # one ends before its first round
     observed = [n for _, accepted, _ in found.controller.observed for n in accepted]
@@ -99,7 +99,7 @@ def test_truncated_rounds_are_not_observed():
 
 
 def test_a_drafter_without_weights_drafts_what_repeats_and_no_more():
-    """Without costs, too: a miss is followed by plain rounds, and several texts have no other."""
+    """Without costs, a miss is followed by plain rounds, and several rows decode plainly."""
     found, rows = Session(target(), drafter("lookup"), CHAIN, ways=(LONG,)), []
     new, *_ = plain().generate([SOME[1]], NEW, NO_STOP)
     prompts = [SOME[1], [*SOME[1], *new.token_ids[:6]]]  # the second one repeats from here on
@@ -110,7 +110,7 @@ def test_a_drafter_without_weights_drafts_what_repeats_and_no_more():
     estimated = sum(1.4 if drafted else 1.0 for drafted in rows[0].drafted)
     assert rows[0].drafted[:3] == [2, 0, 0] and estimated <= 23 + LIMIT
     assert rows[1].accept_lengths[:2] == [3, 2] and rows[1].drafted[:2] == [2, 2]
-    assert not found.sync_ms  # whose milliseconds would count beside estimated plain rounds
+    assert not found.sync_ms  # a sync would add its milliseconds to the estimated plain rounds
     both = found.generate([SOME[1]] * 2, 24, NO_STOP)
     assert all(row.token_ids == new.token_ids[:24] for row in both)
     assert {drafted for row in both for drafted in row.drafted} == {0}

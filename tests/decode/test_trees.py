@@ -1,4 +1,4 @@
-"""Trees: those that the authors' code drew, how they grow, and which are refused."""
+"""Trees equal those of the authors' code and of the definition; invalid shapes are refused."""
 
 import functools
 
@@ -17,7 +17,7 @@ from tests.compare import assert_close
 from tests.conftest import golden_cases
 from tests.pairs import NO_STOP, prompts_of, recorded, simple_pair  # noqa: F401
 
-SAFE_GAP = 1e-5  # between scores that decided something: above it float32 agrees
+SAFE_GAP = 1e-5  # least gap between scores that decide: above this gap, float32 agrees
 SHAPES = {
     "d4b3t8": DraftShape(4, 3, 8),
     "d7b8t62": DraftShape(7, 8, 62),
@@ -30,7 +30,7 @@ SHAPES = {
 
 @functools.cache
 def tree_session(folder, name: str) -> tuple[Session, object]:
-    """The session of one recorded shape, and a jitted round that also shows its tree and scores."""
+    """Returns the session of a recorded shape, and a jitted round with its tree and scores."""
     models, _ = recorded(folder)
     session = Session(models.target, models.drafter, SHAPES[name], least_rows=256)  # of all prompts
 
@@ -51,12 +51,12 @@ def tree_session(folder, name: str) -> tuple[Session, object]:
             patch.setattr(tree_lib, "select", scored)
             state = step.advance(session.setup, weights, state, limits, law)
         ((tree, _),) = trees
-        return tree, scores, state  # no scores of a chain, from which nothing is left out
+        return tree, scores, state  # a chain has no scores, because select removes nothing
 
     return session, shown
 
 
-KINDS = ("moa_", "glide_", "independent_", "eagle_")  # whose rounds are those of the authors' code
+KINDS = ("moa_", "glide_", "independent_", "eagle_")  # their rounds are those of the authors' code
 QUICK = {
     ("moa_llama_trained", "d4b3t8"),
     ("eagle_llama_trained", "d4b3t8"),
@@ -66,7 +66,7 @@ QUICK = {
 def cases():
     generated = [case for kind in KINDS for case in golden_cases(kind, "generate.npz")]
     for case in generated:
-        # Drafting knows no family of targets: of others than Llama the largest shape shows it.
+        # Drafting does not depend on the family: for others than Llama, one shape is enough.
         shapes = set(SHAPES) if "_llama" in case.id and "rope" not in case.id else {"d7b8t62"}
         if case.id.startswith("moa_"):
             shapes.discard("d5b1t4")  # a chain: test_spec.py has it
@@ -78,9 +78,9 @@ def cases():
 
 @pytest.mark.parametrize(("folder", "name"), list(cases()))
 def test_draft_rounds_equal_recorded(folder, name):
-    """Text always; trees and accept lengths of every round whose scores are far enough apart.
+    """Compares the text, and trees and accept lengths of rounds with distinct enough scores.
 
-    Of the first round also masks, positions and scores.
+    For the first round, compares masks, positions and scores as well.
     """
     session, shown = tree_session(folder, name)
     _, arrays = recorded(folder)
@@ -110,7 +110,7 @@ def test_draft_rounds_equal_recorded(folder, name):
 
 
 def assert_first_tree(tree, scores, prompt, first):
-    """Masks, positions and scores of a first round, of which `first` gives what was recorded."""
+    """Compares masks, positions and scores of a first round; `first` gets recorded arrays."""
     np.testing.assert_array_equal(tree.depth_BN[0], first("depth"))
     mask_NN = np.asarray(tree.ancestor_BNN[0])
     np.testing.assert_array_equal(mask_NN, first("tree_mask").astype(bool))
@@ -127,7 +127,7 @@ GUIDE = CandidateSampler(lambda x, _: jax.nn.log_softmax(x), None, None, V)
 
 
 def table_step(table_VV):
-    """A drafter whose logits depend on the last token alone; its cache counts the levels."""
+    """Returns a drafter whose logits depend on the last token alone; its cache counts levels."""
 
     def fed(cache, tokens_BW, ancestor_BWX, depth):
         assert ancestor_BWX.shape[1] == tokens_BW.shape[1]
@@ -142,7 +142,7 @@ def grown(table_VV, shape, root=0):
 
 
 def paths_of(tree):
-    """{path of tokens from the root} of all nodes that are there."""
+    """Returns {path of tokens from the root} for all nodes that exist."""
     tokens, parents = np.asarray(tree.tokens_BN[0]), np.asarray(tree.parent_BN[0])
     found = {0: ()}
     for node in range(1, len(tokens)):
@@ -154,7 +154,7 @@ def paths_of(tree):
 
 
 def brute_force(table_VV, shape):
-    """The same tree from its definition, by sorting in Python."""
+    """Returns the same tree from its definition, by sorting in Python."""
     log_VV = np.asarray(jax.nn.log_softmax(jnp.asarray(table_VV, jnp.float32)))
     flat, frontier = [], [((), np.float32(0))]
     for _ in range(shape.depth - 1):

@@ -1,4 +1,4 @@
-"""A tiny random target, and a drafter of every kind whose drafts are accepted now and then."""
+"""A tiny random target, and a drafter of every kind with a moderate acceptance rate."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from moa_jax.config import (
 from moa_jax.model.quantize import Format, quantize_params
 from moa_jax.pretrained import LoadedDrafter, Target
 
-CONFIG = TargetConfig(  # layers are most of a program's time
+CONFIG = TargetConfig(  # layers take most of a program's time
     "llama", 64, 2, BlockConfig(16, 2, 1, 8, 24, 1e-5, 10000.0, None), False, 256
 )
 
 
 def configs_for(target: TargetConfig, heads: int) -> dict[str, tuple[str, Any]]:
-    """Methods and configs of drafters with some heads of keys and values."""
+    """Returns methods and configs of drafters with this number of key-value heads."""
     small, moa = dataclasses.replace(target, num_layers=1), (heads, 24, heads, 24, heads, 16)
     taps, half = (0, 1, 1), tuple(range(1, target.vocab_size, 2))
     return {
@@ -65,7 +65,7 @@ class TinyPairs:
         self.drafter = functools.cache(self._drafter)
 
     def _target(self, weights: Format | None = None, mesh: Mesh | None = None) -> Target:
-        """Its layers weigh as much as its embedding, so that every row it reads counts."""
+        """Scales layers to the embedding's size, so that every cache row affects the output."""
         found = random_pair.random_target(self.config, jnp.float32, Path("tiny"), mesh=mesh)
         return grown(found, weights)
 
@@ -101,7 +101,7 @@ class Script:
 
 
 def follow(session: Session, *choices: tuple[DraftShape, int]) -> Session:
-    """The session takes these shapes and rounds in turns, and compiles what it lacks at once."""
+    """The session uses these shapes and rounds in turn, and compiles missing programs at once."""
     session.controller = Script(*choices)
     session.round_costs = lambda batch, length: dict.fromkeys(session.ways, 1.0)
     session._is_ready = lambda way, arrays: True

@@ -1,4 +1,4 @@
-"""MoA with parts left out, and trained without the T-step bound; the grid of both."""
+"""MoA without some of its parts, and without the T-step bound; the grid of both."""
 
 # ruff: noqa: F811 (an imported fixture is an argument too)
 
@@ -43,7 +43,7 @@ UNBOUNDED = Objective(MaskConfig(bounded=False))
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A target, and a drafter for it that has every part and agrees now and then."""
+    """Returns a target and a drafter that has every part; some drafts are accepted."""
     folder = tmp_path_factory.mktemp("pair")
     config, model = random_pair.random_target("qwen3", 21, 0.2, num_hidden_layers=3)
     draft = random_pair.random_drafter(config, random_pair.draft_sizes(config), 22, 0.2)
@@ -53,7 +53,7 @@ def whole(tmp_path_factory):
 
 
 def without(drafter: LoadedDrafter, **changes: Any) -> LoadedDrafter:
-    """The drafter with other choices, and without the weights that they leave out."""
+    """Returns the drafter with other settings, and without the weights that these do not use."""
     cfg = dataclasses.replace(drafter.config, **changes)
     gone = {"self_attention"} if not cfg.has_self_attention else set()
     gone |= {"layer_self_attention"} if cfg.layer_mixing != "attention" else set()
@@ -65,14 +65,14 @@ def without(drafter: LoadedDrafter, **changes: Any) -> LoadedDrafter:
 
 
 def batch_of(rows: int, seed: int = 3) -> Batch:
-    """The same prompt and answer in every row."""
+    """Returns a batch with the same prompt and answer in every row."""
     tokens_T = np.random.default_rng(seed).integers(3, 101, T).astype(np.int32)
     tokens_BT, position_BT = (np.tile(row, (rows, 1)) for row in (tokens_T, np.arange(T)))
     return Batch(tokens_BT, np.ones((rows, T), np.int32), position_BT, position_BT >= PROMPT)
 
 
 def trained(pair: MoaPair, batch: Batch, objective: Objective = PAPER):
-    """Logits (B, T, V) of the training forward where prompts are known."""
+    """Returns the logits (B, T, V) of the training forward; draws mark only prompts as known."""
     draws = train.Draws(~batch.response_BT, jnp.zeros(len(batch.tokens_BT), bool))
     return pair.trace(batch, draws, objective)[1]
 
@@ -94,7 +94,7 @@ def test_cached_drafting_equals_training(name, num_reused, whole):
 
 
 def test_memory_is_that_of_an_lsa_that_adds_nothing(whole):
-    """Its block only adds to what enters it, so without that the mean over layers is left."""
+    """An LSA block whose outputs are zero returns its input, so the mean over layers is left."""
     target, drafter = whole
     shape = (target.config.num_layers, 2, 2, T, 16)
     rows_LBKTE = KV(*(jax.random.normal(jax.random.key(i), shape) for i in range(2)))
@@ -130,13 +130,13 @@ ROOTS = np.arange(PROMPT, T)
 
 @pytest.fixture(scope="module")
 def pair(whole) -> MoaPair:
-    """The whole drafter, reusing one layer."""
+    """Returns the drafter with every part; it reuses one layer."""
     target, drafter = whole
     return stages_of(target, without(drafter, target_layer_inference=1))
 
 
 def test_every_token_is_the_first_of_a_round(pair):
-    """What standard training gives at a token is what decoding gives at a root there."""
+    """Unbounded training gives each token the logits that decoding gives to a root there."""
     batch = batch_of(len(ROOTS))
     free_BTV, bound_BTV = (trained(pair, batch, each) for each in (UNBOUNDED, PAPER))
     drafted_BV = pair.cached(batch, ROOTS, 1)[:, 0]
@@ -147,7 +147,7 @@ def test_every_token_is_the_first_of_a_round(pair):
 
 
 def test_the_flag_chooses_the_rule(pair):
-    """The loss is that of the unbounded forward; no staircase, no period of known tokens."""
+    """The loss is that of the unbounded forward, without staircase and known answer tokens."""
     batch = batch_of(len(ROOTS))
     key, progress = jax.random.key(1), jnp.float32(0)
     for flag in (True, False):
@@ -165,7 +165,7 @@ def test_the_flag_chooses_the_rule(pair):
 
 @pytest.mark.slow
 def test_first_tokens_are_trained_beside_the_others(pair):
-    """The loss of two passes over one memory is the mean of theirs, and so is its gradient."""
+    """The loss of two passes over one memory is their mean loss, and so is its gradient."""
     batch = batch_of(3)
     rest = (pair.shared, batch, pair.tap(batch), jax.random.key(1), jnp.float32(0.4))
 

@@ -1,4 +1,4 @@
-"""EAGLE-1, 2 and 3: the authors' recorded numbers, a torch oracle, official files."""
+"""EAGLE-1, 2 and 3 against the authors' recordings, a torch oracle and official files."""
 
 # ruff: noqa: F811 (an imported fixture is an argument too)
 
@@ -54,7 +54,7 @@ recorded = pytest.mark.parametrize("folder", golden_cases("eagle_", "train.npz")
 @recorded
 @pytest.mark.parametrize("noise", ["noise0", "noise1"])
 def test_draft_loss_and_gradients(folder, noise):
-    """The authors' loss, whose targets carry the noise too."""
+    """The authors add noise to the targets of the loss as well."""
     target, drafter, arrays, batch = recorded_training(folder)
     layer = eagle.layer(drafter.config, target.config)
     functions = make(target, drafter)
@@ -96,7 +96,7 @@ SHAPES = {
 @pytest.mark.parametrize("folder", golden_cases("eagle_", "generate.npz"))
 @pytest.mark.parametrize("name", SHAPES)
 def test_draft_accept_lengths_with_the_right_mask(folder, name):
-    """Recorded beside those of the authors' mask, which tests/decode/test_trees.py compares."""
+    """Recordings exist for both masks; tests/decode/test_trees.py compares the authors' mask."""
     pair, arrays = Pair(folder, None), arrays_of(folder / "generate.npz")
     keys = [f"{which}/{name}/fixedmask_accept_len" for which, *_ in prompts_of(arrays)]
     if not set(keys) & set(arrays):
@@ -115,7 +115,7 @@ def test_draft_accept_lengths_with_the_right_mask(folder, name):
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
 def test_drafts_equal_the_oracle(wide_target, name, tmp_path):
-    """Tokens and logits of a chain, from files of the official layout."""
+    """Compares the tokens and logits of a chain, from files in the official layout."""
     drafter = drafter_of(name, wide_target)
     weights = _saved(drafter, wide_target, tmp_path / "d")
     prompt = [5, 17, 60, 33, 9, 71, 12]
@@ -128,7 +128,7 @@ def test_drafts_equal_the_oracle(wide_target, name, tmp_path):
 
 @pytest.mark.slow
 def test_training_time_test_equals_the_oracle(wide_target, tmp_path):
-    """Loss and gradients of two rows, in chunks, for a head that lacks some choices."""
+    """Compares loss and gradients of two rows, in chunks; the head lacks some target tokens."""
     drafter, lengths, steps = drafter_of("eagle3", wide_target), (16, 12), 3
     draw = np.random.default_rng(7)
     tokens_BT = draw.integers(1, 100, (2, 16))
@@ -158,7 +158,7 @@ def test_training_time_test_equals_the_oracle(wide_target, tmp_path):
 
 
 def _saved(drafter, target, folder):
-    """The drafter's files, as torch reads them."""
+    """Returns the drafter's files, as torch tensors."""
     save_drafter(folder, drafter.method, drafter.config, drafter.params, target)
     return {name: torch.from_numpy(x.copy()) for name, x in tensors_of(folder).items()}
 
@@ -188,7 +188,7 @@ def _line(tokens):
 
 
 def _drafted(target, drafter, prompt, depth):
-    """The first round's tokens and logits."""
+    """Returns the first round's tokens and logits."""
     functions, verified = make(target, drafter), prompt[:-1]
     shared = functions.shared_params(target.params)
     tapped = _tapped(target, drafter, _line(verified))
@@ -220,7 +220,7 @@ def _drafted(target, drafter, prompt, depth):
 
 @pytest.fixture(scope="module")
 def official(wide_target, tmp_path_factory):
-    """An EAGLE-3 drafter's files as the official repository has them, without layer ids."""
+    """Returns an EAGLE-3 drafter's files in the official layout, without layer ids."""
     found = untrained(wide_target, "eagle3", EAGLE3)
     folder = tmp_path_factory.mktemp("official") / "d"
     save_drafter(folder, "eagle3", found.config, found.params, wide_target, layout="authors")
@@ -230,7 +230,7 @@ def official(wide_target, tmp_path_factory):
 
 @pytest.fixture
 def files(official, tmp_path):
-    """A copy of these files, to be changed or damaged."""
+    """Returns a copy of these files, to be changed or damaged."""
     return shutil.copytree(official, tmp_path / "d")
 
 
@@ -291,7 +291,7 @@ def test_pickles_are_rewritten_once(wide_target, files, tmp_path):
 
 
 class Evil:
-    """Unpickled, it leaves a file behind."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path

@@ -1,4 +1,4 @@
-"""The GLIDE drafter against the authors' recorded numbers, and as files."""
+"""The GLIDE drafter against the authors' recordings, and its files."""
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,9 @@ recorded = pytest.mark.parametrize("folder", golden_cases("glide_", "train.npz")
 
 
 def comparable(batch: Batch, block_size: int) -> Batch:
-    """Answers without the first block, whose tokens read all of the memory in the recordings.
+    """Removes the first block from the answers: in the recordings, it reads all of the memory.
 
-    One layer mixes nothing of them into later tokens, which are the same in both.
+    With one layer, the first block does not affect later tokens, which are equal in both.
     """
     later_BT = batch.position_BT >= block_size
     return batch._replace(response_BT=batch.response_BT & later_BT)
@@ -62,7 +62,7 @@ def test_draft_training_forward(folder):
 
 @recorded
 def test_draft_loss_and_gradients(folder):
-    """Over answer tokens after the first block, and the recorded ones where these are all."""
+    """Compares answers after the first block, and the recordings if that block has no answer."""
     target, drafter, arrays, batch = recorded_training(folder)
     some = comparable(batch, drafter.config.block_size)
     parts, gradient = loss_and_gradient(target, drafter, some)

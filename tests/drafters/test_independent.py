@@ -1,4 +1,4 @@
-"""Small models as drafters, with weights of their own and with the target's around them."""
+"""Small models as drafters, with their own embedding and head or with the target's."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ def test_draft_training_forward(folder):
 
 @pytest.mark.parametrize("folder", golden_cases("independent_", "grads.npz"))
 def test_draft_loss_and_gradients(folder):
-    """Of the layers; the final norm, which the authors leave as it is, has one here too."""
+    """Compares gradients of the layers; the authors do not train the final norm, this code does."""
     target, drafter, arrays, batch = recorded_training(folder)
     parts, gradient = loss_and_gradient(target, drafter, batch)
     for theirs, ours in (("forward_KL", "cross_entropy"), ("feature_loss",) * 2, ("loss",) * 2):
@@ -63,7 +63,7 @@ def test_draft_loss_and_gradients(folder):
 
 @pytest.mark.parametrize("folder", golden_cases("independent_", "draft/model.safetensors"))
 def test_draft_files_are_read_and_written_bit_for_bit(folder, tmp_path):
-    """Borrowed as the authors do, and as the whole model that their folder holds."""
+    """Files hold the borrowing model, as the authors write it, or a whole model."""
     target = load_target(folder / "target", jnp.float32)
     whole = tensors_of(folder / "draft")
     drafter = load_drafter(folder / "draft", target)
@@ -84,7 +84,7 @@ def test_draft_files_are_read_and_written_bit_for_bit(folder, tmp_path):
 
 
 def test_any_folder_of_a_model_is_a_drafter(calm_target, tmp_path):  # noqa: F811
-    """As transformers wrote it, without a word on what it is for."""
+    """A folder that transformers wrote needs no further settings."""
     drafter = load_drafter(calm_target.folder, calm_target)
     assert (drafter.method, drafter.notices) == ("independent", ())
     assert drafter.config.model == calm_target.config

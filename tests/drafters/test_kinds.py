@@ -1,4 +1,4 @@
-"""Properties of every kind of drafter: drafting as trained, files, training."""
+"""Every kind of drafter drafts as it is trained, can be saved and loaded, and can be trained."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = dict(hidden_size=24, num_heads=3, num_kv_heads=1, head_dim=8)
 
 
 def one_layer(target: Target, **sizes: int) -> Any:
-    """The config of a model of one layer, else as the target but for `sizes` of its layer."""
+    """Returns the config of a model of one layer: the target's, but for `sizes` of its layer."""
     block = dataclasses.replace(target.config.block, **sizes)
     return dataclasses.replace(target.config, num_layers=1, block=block)
 
@@ -54,12 +54,12 @@ SLOW = {"eagle-authors", "eagle3-whole"}
 
 @pytest.fixture(scope="module")
 def wide_target(tmp_path_factory) -> Target:
-    """A calm target with layers enough for three that are tapped and some between them."""
+    """Returns a calm target with layers enough for three tapped ones and some between them."""
     return calm_target_of(5, tmp_path_factory.mktemp("calm") / "target")
 
 
 def drafter_of(kind: str, target: Target, scale: float = 6.0) -> LoadedDrafter:
-    """A drafter whose weights are large enough for its guesses to differ."""
+    """Returns a drafter; its weights are large enough for its drafts to differ."""
     method, config_for = KINDS[kind]
     found = untrained(target, method, config_for(target))
     grown = lambda leaf: leaf if leaf.ndim == 1 else scale * leaf
@@ -67,7 +67,7 @@ def drafter_of(kind: str, target: Target, scale: float = 6.0) -> LoadedDrafter:
 
 
 def cut_short(target: Target) -> LoadedDrafter:
-    """The target without all layers but its first, as a drafter."""
+    """Returns the target's first layer as a drafter."""
     params = target.params | {"layers": target.params["layers"][:1]}
     return LoadedDrafter(
         "independent", IndependentConfig(one_layer(target)), params, (), target.folder, None

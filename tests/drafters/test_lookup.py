@@ -1,4 +1,4 @@
-"""Prompt lookup: what it drafts, and what it has no use for."""
+"""Prompt lookup: its drafts, and the settings that it does not support."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ GUIDE = CandidateSampler(lambda x, _: x, None, None, 99)
 
 
 def chains(texts: list[list[int]], cfg: LookupConfig | None = None) -> list[list[int]]:
-    """Three tokens after each text, the last of which is the root; rows of 24 hold left-overs."""
+    """Returns the three tokens drafted after each text, whose last token is the root."""
     length_B = np.array([len(text) - 1 for text in texts], np.int32)
     text_BS = np.full((len(texts), 24), 7, np.int32)
     for row, text in zip(text_BS, texts, strict=True):
@@ -42,20 +42,20 @@ def test_lengths_of_matches_are_bounded():
     assert chain([3, 50, 51, 52, 3], cfg=LookupConfig(3, 2)) == [NO_TOKEN] * 3
 
 
-def test_nothing_is_drafted_where_nothing_was_said():
+def test_nothing_is_drafted_without_a_match():
     assert chain([5]) == chain([1, 2, 3, 4]) == [NO_TOKEN] * 3
-    assert chain([7, 1, 2, 3]) == [NO_TOKEN] * 3  # left-overs behind the root are no text
+    assert chain([7, 1, 2, 3]) == [NO_TOKEN] * 3  # tokens after the root do not belong to the text
 
 
 def test_random_texts_are_searched_as_defined():
-    """Against a search in Python, rows of uneven lengths side by side."""
+    """Compares rows of uneven lengths with a search in Python."""
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 3, rng.integers(1, 20)).tolist() for _ in range(40)]
     assert chains(texts) == [by_definition(text) for text in texts]
 
 
 def by_definition(text: list[int]) -> list[int]:
-    """The best continuation of three tokens."""
+    """Returns the best continuation of three tokens."""
     ends = range(len(text) - 1)
     length = {
         end: next(

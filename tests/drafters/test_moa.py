@@ -41,7 +41,7 @@ PAIRS = [  # there are recordings of pairs like the others
 
 @dataclasses.dataclass(frozen=True)
 class MoaPair:
-    """A loaded pair with the drafter's stages in reach."""
+    """A loaded pair, and the stages of its drafter."""
 
     target: Target
     drafter: LoadedDrafter
@@ -50,7 +50,7 @@ class MoaPair:
 
     @functools.cached_property
     def tap(self):
-        """(batch) -> what a target pass gives the drafter."""
+        """(batch) -> the activations of a target pass that the drafter reads."""
         functions = make(self.drafter.config, self.target.config)
         one = lambda batch: tap(
             self.target.config, functions, self.target.params, batch, jnp.float32
@@ -81,12 +81,12 @@ class MoaPair:
         return jax.jit(gradient)
 
     def cached(self, batch: Batch, start_B, count: int):
-        """Logits (B, count, V) of a chain behind `start_B` verified tokens, by its caches."""
+        """Returns cached logits (B, count, V) of a chain after `start_B` verified tokens."""
         given = (self.moa, self.drafter.params, self.shared, batch.tokens_BT, self.tap(batch))
         return drafted_logits(*given, np.asarray(start_B), count)
 
     def loss(self, draws: train.Draws):
-        """The training loss with given draws, in the form that training takes."""
+        """Returns the training loss with given draws, as a function that training accepts."""
 
         def loss(params, frozen, batch, key, progress):
             tapped = self.tap(batch)
@@ -185,7 +185,7 @@ def test_draft_optimiser_steps(folder):
 
 @recorded
 def test_draft_cached_equals_training(folder):
-    """Cached drafting of each row's first answer gives the training forward's logits."""
+    """Cached drafting of each row's first answer returns the training forward's logits."""
     case, pair, batch = recorded_pair(folder)
     expected_BTV = case.train["vfl0_sc0/logits"].numpy()
     response_BT = case.train["response_mask"].numpy()
@@ -199,8 +199,8 @@ def test_draft_cached_equals_training(folder):
 
 @partial(jax.jit, static_argnums=(0, 6))
 def drafted_logits(moa: Moa, params, shared, tokens_BT, tapped, start_B, count: int):
-    """Cached decoding (B, count, V): the tokens before `start_B` are verified, and those from
-    there on are fed as one line; what a short answer is padded with comes behind it.
+    """Returns logits (B, count, V): tokens before `start_B` are verified, the others are one chain.
+    The padding of a short answer follows the chain.
     """
     B, T = tokens_BT.shape
     cache, none_B = decode.init_cache(moa, B, T + count, jnp.float32), jnp.zeros(B, jnp.int32)
@@ -251,7 +251,7 @@ def test_random_draft_equals_oracle(family, num_reused, tmp_path):
 
 
 def test_draws_follow_the_schedule():
-    """Periods lie in 6 to 14; the share of staircase rows falls from all to none."""
+    """Periods are in 6 to 14; the share of staircase rows falls from all to none."""
     B, T = 512, 40
     index_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
     batch = Batch(index_BT, jnp.ones((B, T), int), index_BT, index_BT > 2)
@@ -269,7 +269,7 @@ def test_draws_follow_the_schedule():
 
 @pytest.mark.parametrize("folder", golden_cases("dataprep", "schedule.npz"))
 def test_schedule_as_recorded(folder):
-    """The authors' factors, with and without a peak."""
+    """Compares the authors' factors, with and without a peak."""
     found = arrays_of(folder / "schedule.npz")
     for name, peak in (("default", 20.0), ("flat", 1.0)):
         cfg = OptimConfig(1.0, 50, 6400, peak, 40 * 6400)

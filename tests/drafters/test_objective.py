@@ -1,4 +1,4 @@
-"""Losses as settings, and work in chunks of tokens: other memory, the same numbers."""
+"""Losses as settings; work in chunks of tokens uses less memory and gives the same numbers."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ def drafter_params() -> dict:
 
 @functools.cache
 def gradient(objective: Objective):
-    """The compiled gradient of the loss, and its parts."""
+    """Returns the compiled gradient of the loss, and its parts."""
     loss = make_loss(TARGET, make(DRAFTER, TARGET, objective), jnp.float32)
     return jax.jit(jax.grad(loss, has_aux=True))
 
@@ -95,7 +95,7 @@ def test_long_attention_in_chunks_equals_short(monkeypatch):
 
 @pytest.mark.parametrize("token", ["cross_entropy", "total_variation", "log_acceptance"])
 def test_gradients_made_beside_the_logits_are_those_of_a_backward_pass(token):
-    """For drafts of unlike weights, and wherever a program takes the gradient."""
+    """Holds for drafts of unequal weights, and if a program recomputes the forward."""
     shared, batch = stacked_target(), batch_of()
     hidden_BTD, *features = jax.random.normal(jax.random.key(1), (3, 3, T, 32))
     asked = [batch.response_BT, batch.response_BT & (batch.position_BT > 12)]
@@ -121,7 +121,7 @@ def test_gradients_made_beside_the_logits_are_those_of_a_backward_pass(token):
 def test_token_losses_equal_their_definitions():
     rng = np.random.default_rng(0)
     p, q = (rng.dirichlet(np.ones(7), (2, 3)) for _ in range(2))
-    target_BTV, draft_BTV = np.log(p) + 3.0, np.log(q) - 1.0  # logits: any constant off
+    target_BTV, draft_BTV = np.log(p) + 3.0, np.log(q) - 1.0  # logits with any constant offset
     overlap_BT = np.minimum(p, q).sum(-1)
     np.testing.assert_allclose(losses.overlap(target_BTV, draft_BTV), overlap_BT, rtol=1e-5)
     total_variation_BT = 0.5 * np.abs(p - q).sum(-1)
@@ -168,7 +168,7 @@ def test_impossible_settings_are_refused(make_config):
 
 
 def test_no_array_of_tokens_by_vocabulary_lives():
-    """Neither direction holds logits of all tokens: no shape of the program says so."""
+    """Neither direction holds logits of all tokens: the program has no such shape."""
     V, rows, length = 5_003, 2, 64
     cfg = dataclasses.replace(TARGET, vocab_size=V)
     abstract = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)

@@ -1,4 +1,4 @@
-"""Training whose reused layers see what they see in decoding, beside the reference's rule."""
+"""Training in which reused layers attend as in decoding, against the reference's rule."""
 
 from functools import partial
 
@@ -17,13 +17,13 @@ from tests.drafters.test_moa import MoaPair, open_pair
 
 LENGTH, ROW = 20, 24  # tokens of a conversation, and of its row
 PROMPT, LONGEST = 5, 3  # tokens of a prompt, and of the longest run of unknown ones
-KNOWN = (8, 9, 13, 17)  # answer tokens whose activations the drafter has
+KNOWN = (8, 9, 13, 17)  # answer tokens with known target activations
 BLOCKS = {4: (5, 6, 7), 9: (10, 11, 12), 13: (14, 15, 16), 17: (18, 19)}  # last known: unknown
 
 
 @pytest.fixture(scope="module")
 def pair(saved) -> MoaPair:
-    """A pair whose drafter reuses a layer of its target."""
+    """Returns a pair; its drafter reuses one layer of the target."""
     return open_pair(saved / "qwen3", 1)
 
 
@@ -41,7 +41,7 @@ def reference_logits(pair: MoaPair, batch: Batch, known_BT):
 
 
 def rows_of(count: int) -> Batch:
-    """The same prompt and its answer in every row."""
+    """Returns a batch with the same prompt and answer in every row."""
     tokens_T = np.random.default_rng(3).integers(3, 101, LENGTH)
     real_T = np.arange(ROW) < LENGTH
     position_T = np.arange(ROW) * real_T
@@ -51,7 +51,7 @@ def rows_of(count: int) -> Batch:
 
 
 def known_of(batch: Batch, answer: tuple[int, ...] = KNOWN):
-    """Prompts and the named answer tokens."""
+    """Marks prompts and the given answer tokens as known."""
     return ~batch.response_BT | np.isin(batch.position_BT, answer)
 
 
@@ -60,9 +60,9 @@ def known_of(batch: Batch, answer: tuple[int, ...] = KNOWN):
     [("qwen3", 1), pytest.param("llama31", 3, marks=pytest.mark.slow)],
 )
 def test_equals_cached_decoding(family, num_reused, saved):
-    """At every unknown token; the reference's rule in the first block only.
+    """Logits are equal at every unknown token; by the reference's rule, in the first block only.
 
-    A known token has the target's logits. With no known answer token both rules are the same.
+    A known token has the target's logits. Without known answer tokens, both rules are equal.
     """
     pair, batch = open_pair(saved / family, num_reused), rows_of(len(BLOCKS))
     exact_TV = exact_logits(pair, batch, known_of(batch))[0]
@@ -82,7 +82,7 @@ def test_equals_cached_decoding(family, num_reused, saved):
 
 
 def test_option_chooses_the_rule(pair):
-    """The loss is made of the exact rule's logits, which are not the reference's."""
+    """The loss uses the exact rule's logits, which differ from the reference's."""
     objective = Objective(MaskConfig(staircase=False, on_policy_reuse=True))
     batch, key, progress = rows_of(2), jax.random.key(5), jnp.float32(0.2)
     tapped = pair.tap(batch)

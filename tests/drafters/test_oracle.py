@@ -1,4 +1,4 @@
-"""The oracle itself: proven on the authors' recorded numbers, and against transformers."""
+"""The oracle equals the authors' recordings and transformers."""
 
 import functools
 

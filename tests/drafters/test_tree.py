@@ -12,7 +12,7 @@ from moa_jax.model.topk import PIECE
 from tests.drafting import shown
 
 GUIDE = CandidateSampler(lambda x, _: x, None, None, 10)
-AFTER = {  # token -> probabilities of the next one; what the docstring does not name is below it
+AFTER = {  # token -> probabilities of the next token; tokens that the docstring omits have less
     5: {7: 0.5, 8: 0.4, 0: 0.1},
     7: {1: 0.5, 2: 0.3, 0: 0.2},
     8: {3: 0.9, 4: 0.1},
@@ -22,7 +22,7 @@ AFTER = {  # token -> probabilities of the next one; what the docstring does not
 
 
 def step(fed: list, tokens_BW, ancestor_BWX, depth):
-    """Logits after each token; `fed` keeps what was fed."""
+    """Returns the logits after each token; `fed` records the inputs."""
     fed = [*fed, (tokens_BW[0].tolist(), ancestor_BWX[0].astype(int).tolist())]
     law = [[AFTER[token].get(v, 1e-9) for v in range(10)] for token in tokens_BW[0].tolist()]
     return jnp.log(jnp.array([law], jnp.float32)), fed
@@ -30,7 +30,7 @@ def step(fed: list, tokens_BW, ancestor_BWX, depth):
 
 @pytest.fixture
 def example(monkeypatch):
-    """What the stages of a dynamic tree gave, by the names of the docstring."""
+    """Returns the arrays of the stages of a dynamic tree, by their names in the docstring."""
     seen, frontier, select = {}, tree_lib._frontier, tree_lib.select
 
     def keep_frontier(level, flat, breadth):
@@ -71,7 +71,7 @@ def test_the_example_of_a_static_tree():
 
 @pytest.mark.parametrize("size", [PIECE, 2 * PIECE + 1, 16 * 8016])
 def test_scores_are_those_of_a_log_softmax(size):
-    """Bit by bit, in one piece and in many, though the log-softmax is never made."""
+    """Scores are equal bit by bit, in one piece and in many, without computing the log-softmax."""
     logits_BWU = jnp.asarray(np.random.default_rng(1).normal(0, 3, (1, 2, size)), jnp.float32)
     index_BWk, log_prob_BWk = jax.jit(tree_lib._top_k, static_argnums=1)(logits_BWU, 8)
     log_BWU = jax.jit(jax.nn.log_softmax)(logits_BWU)

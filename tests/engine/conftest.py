@@ -1,4 +1,4 @@
-"""Engines end with the tests that use them."""
+"""A fixture closes the engines of a test at its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _closing():
 
 @pytest.fixture
 def started():
-    """Engines that are closed in the end: `started(engine)`."""
+    """Returns a function that starts an engine; the fixture closes the engine."""
     engines = []
 
     def start(engine: Engine) -> Engine:

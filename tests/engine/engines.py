@@ -1,4 +1,4 @@
-"""Engines that answer tests, and what their answers are to be."""
+"""Engines for tests, and the expected answers."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def plain() -> Session:
 
 @functools.cache
 def alone(request: Request) -> tuple[list[int], str]:
-    """What plain decoding says, and how it ends."""
+    """Returns the tokens of plain decoding, and their finish reason."""
     prompts, stops = [list(request.prompt_ids)], list(request.stop_ids)
     (row,) = plain().generate(prompts, request.max_new_tokens, stops, [request.sampling])
     return row.token_ids, row.finish_reason
 
 
 def mixed(count: int, seed: int, longest: int = 90) -> list[Request]:
-    """Requests of mixed lengths, settings and seeds, some of which end at a stop."""
+    """Returns requests of mixed lengths, settings and seeds; some of them end at a stop."""
     random, requests = np.random.default_rng(seed), []
     for index in range(count):
         prompt = tuple(random.integers(0, 61, random.integers(1, longest)).tolist())
@@ -106,21 +106,21 @@ SERVING: dict[Any, Engine] = {}
 
 
 def kept(key: Any, make: Callable[[], Engine]) -> Engine:
-    """An engine that runs until the end of a file, since most of a test is compiling."""
+    """Returns an engine that runs until the end of a test file, because compiling is slow."""
     if key not in SERVING:
         engine = SERVING[key] = make()
-        engine.session.background.submit = lambda *job, **rest: None  # what is there serves
+        engine.session.background.submit = lambda *job, **rest: None  # it is used again
         engine.start()
     return SERVING[key]
 
 
 def serving(name: str | None, shape: DraftShape | None = CHAIN) -> Engine:
-    """A kept engine that decodes in one way."""
+    """Returns a cached engine with one draft shape."""
     return kept((name, shape), lambda: engine_of(name, shape))
 
 
 def close_all() -> None:
-    """Closes those that were kept."""
+    """Closes the cached engines."""
     for engine in SERVING.values():
         engine.close()
     SERVING.clear()
@@ -128,9 +128,9 @@ def close_all() -> None:
 
 @contextlib.contextmanager
 def at_once(engine: Engine) -> Iterator[None]:
-    """What is sent in the block is there before the engine looks up.
+    """Delays the engine until all requests of the block are submitted.
 
-    Else on a busy machine one request may end before the next one comes.
+    Without the delay, one request may end before the next one arrives on a busy machine.
     """
     are_sent, execute = threading.Event(), engine._execute
 
@@ -147,7 +147,7 @@ def at_once(engine: Engine) -> Iterator[None]:
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[Listener]:
-    """Sends all at once, and waits for all."""
+    """Submits all requests at once, and waits for all of them."""
     listeners = [Listener() for _ in requests]
     with at_once(engine):
         for request, listener in zip(requests, listeners, strict=True):
@@ -166,7 +166,7 @@ def assert_as_alone(requests: list[Request], listeners: list[Listener]) -> None:
 def failing(
     engine: Engine, monkeypatch, what: str, times: Collection[int], error: Exception | None = None
 ) -> None:
-    """Programs of this name fail at these runs, counted from 0."""
+    """Makes the runs of the programs of this name fail at these indices, counted from 0."""
     run, count = engine.programs.run, itertools.count()
 
     def broken(name, *arrays):
@@ -178,7 +178,7 @@ def failing(
 
 
 def split(found: list[Listener]) -> tuple[list[int], list[int]]:
-    """Which requests ended with an error, and which did not."""
+    """Returns the indices of requests that ended with an error, and of the others."""
     lost = [index for index, each in enumerate(found) if each.all[-1].finish_reason == "error"]
     for index in lost:
         assert "on fire" in found[index].all[-1].error

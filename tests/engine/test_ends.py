@@ -1,4 +1,4 @@
-"""However requests and engines end or fail, each request gets one last output."""
+"""Each request gets exactly one last output, for every end of a request and of an engine."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ SCORED = Request((5,), 3, (), top_logprobs=1, prompt_logprobs=True)
         (replace(SCORED, prompt_ids=(5,) * 200, max_new_tokens=0), "1 are to follow"),
     ],
 )
-def test_what_cannot_be_answered_is_refused(request_, message):
+def test_invalid_requests_are_refused(request_, message):
     engine = Engine(target(), max_tokens=200)
     with pytest.raises(InputError, match=message):
         engine.submit(request_, Listener())
@@ -119,9 +119,9 @@ def test_a_device_that_does_not_respond_does_not_keep_an_engine_from_closing(mon
 def test_a_full_queue_takes_nothing_more(started):
     engine = engine_of(None, max_waiting=2, num_slots=1)
     request = Request((5,), 3, NO_STOP)
-    with pytest.raises(QueueFull):  # those who come together find room together
+    with pytest.raises(QueueFull):  # requests that belong together are accepted together
         engine.submit(request, Listener(), others=3)
-    listeners = [Listener() for _ in range(3)]  # one of them need not wait long
+    listeners = [Listener() for _ in range(3)]  # one of them does not have to wait
     for others, listener in zip((2, 1, 0), listeners, strict=True):
         engine.submit(request, listener, others)
     with pytest.raises(QueueFull, match="try again later"):
@@ -140,7 +140,7 @@ def test_a_stop_that_is_no_token_stops_nothing():
 
 
 def test_a_request_is_taken_without_work_for_the_device():
-    """An event loop submits, and must not wait behind the calls that the device is at."""
+    """`submit` runs on an event loop, so it must not wait for calls on the device."""
     engine, biases = Engine(target(), max_tokens=200), ((5, 2.0), (7, float("-inf")))
     with jax.transfer_guard("disallow_explicit"):
         for sampling in (*LAWS, Sampling(1.0, seed=2**32 - 1, logit_bias=biases)):
@@ -176,7 +176,7 @@ def test_an_answer_that_takes_too_long_to_drain_is_cut(monkeypatch):
 
 @pytest.mark.parametrize(("what", "most"), [("decode", 4), ("prefill", 1), ("copy", 1)])
 def test_a_call_that_fails_before_it_runs_ends_those_in_it_alone(what, most, monkeypatch):
-    """Of a decode call those who decode, of a chunk the one who is read; the engine goes on."""
+    """A failed decode call ends its decoding requests, a failed chunk ends its own request."""
     engine = serving("moa-1")
     engine._slots.clear()
     failures = engine.stats().failures
@@ -190,7 +190,7 @@ def test_a_call_that_fails_before_it_runs_ends_those_in_it_alone(what, most, mon
 
 
 def test_a_prefix_of_a_prompt_that_failed_is_not_copied(monkeypatch):
-    """Two prompts that begin alike come together, and the first one's chunk fails."""
+    """Two prompts with a common prefix are submitted together, and the first one's chunk fails."""
     engine = serving(None)
     engine._slots.clear()
     failing(engine, monkeypatch, "prefill", [0])
@@ -202,8 +202,8 @@ def test_a_prefix_of_a_prompt_that_failed_is_not_copied(monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["decode", "prefill"])
-def test_who_runs_is_lost_with_the_state_and_who_waits_is_not(what, monkeypatch):
-    """A call that fails on the device has taken the only state with it."""
+def test_running_requests_fail_with_the_state_and_waiting_ones_do_not(what, monkeypatch):
+    """A call that fails on the device has consumed the only copy of the state."""
     engine = serving("moa-1")
     run, count = engine.programs.run, iter(range(1000))
 
@@ -221,7 +221,7 @@ def test_who_runs_is_lost_with_the_state_and_who_waits_is_not(what, monkeypatch)
 
 
 def test_a_full_device_is_one_line_and_the_engine_serves_again(monkeypatch, caplog):
-    """A state cannot be allocated: one request after the other ends."""
+    """If the state cannot be allocated, each request in turn ends with an error."""
     engine = serving("moa-1")
     with monkeypatch.context() as patch:
         error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nwherever")
@@ -258,7 +258,7 @@ def test_an_engine_without_its_thread_is_not_healthy(monkeypatch):
 
 
 def test_requests_that_a_stuck_engine_has_not_taken_get_an_error():
-    """Before a process exits, each request gets an error, though a call blocks the thread."""
+    """Before a process exits, each request gets an error, even if a call blocks the thread."""
     engine, found = Engine(target(), num_slots=1, max_tokens=64), [Listener() for _ in range(2)]
     for each in found:
         engine.submit(Request((5,), 3, NO_STOP), each)  # no thread takes commands
@@ -270,7 +270,7 @@ def test_requests_that_a_stuck_engine_has_not_taken_get_an_error():
     assert [len(each.all) for each in found] == [1, 1]
 
 
-def test_a_client_that_fails_harms_nobody():
+def test_a_client_that_fails_affects_no_other():
     engine = serving(None)
 
     def broken(output: RequestOutput) -> None:

@@ -1,4 +1,4 @@
-"""Many requests at once: each has the tokens of plain decoding alone, whatever runs beside it."""
+"""Many requests at once: each of them has the tokens of plain decoding alone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from tests.meeting import wait_for
     ],
 )
 def test_texts_are_those_of_plain_decoding_alone(name, shape):
-    """Twenty requests in four slots, of all settings."""
+    """Twenty requests with all settings share four slots."""
     requests = mixed(20, 1)
     assert_as_alone(requests, answers(serving(name, shape), requests))
 
@@ -62,7 +62,7 @@ def grown(before: EngineStats, now: EngineStats, name: str) -> int:
 
 
 def test_counters_have_the_figures_of_sessions():
-    """Of rounds, tokens and acceptance by position."""
+    """Compares rounds, tokens, and acceptance by position."""
     engine = serving("moa-1")
     session = Session(target(), drafter("moa-1"), CHAIN, chunk=32)
     requests = [Request((index, 9, 2), 20 + index, NO_STOP) for index in range(4)]
@@ -87,7 +87,7 @@ def test_counters_have_the_figures_of_sessions():
 
 
 def noting(engine: Engine, monkeypatch, kind: str) -> list[tuple]:
-    """The names and arrays of the programs of a kind that run."""
+    """Records the names and arrays of the programs of a kind that run."""
     run, found = engine.programs.run, []
 
     def noted(name, *arrays):
@@ -118,7 +118,7 @@ def test_a_call_serves_the_settings_of_all_its_requests(monkeypatch):
 
 
 def test_padding_rows_do_nothing(monkeypatch):
-    """The slot of a prompt that is being read, in a call of all slots for another request."""
+    """A call of all slots for one request leaves the slot of a request in prefill unchanged."""
     engine = serving(None)
     engine._slots.clear()
     monkeypatch.setattr(
@@ -134,8 +134,8 @@ def test_padding_rows_do_nothing(monkeypatch):
     assert any(call.is_live_B.sum() == 1 for _, call in calls)
 
 
-def test_rounds_that_are_cut_tell_nothing():
-    """A stop or the limit cuts the last round of a row, so it is left out of acceptance."""
+def test_truncated_rounds_are_not_counted():
+    """A stop or the limit truncates the last round of a row, so acceptance does not count it."""
     rounds = [(3, 2), (1, 2), (2, 2)]
     state = RequestState(0, Request((5,), 9, ()), print, None, GREEDY)
     observed = []
@@ -153,7 +153,7 @@ def test_rounds_that_are_cut_tell_nothing():
 
 
 def serving_shapes(name: str = "eagle3") -> Engine:
-    """One that may choose, so that its drafter may lag."""
+    """Returns an engine with a choice of shapes, so that its drafter may lag."""
 
     def make() -> Engine:
         engine = engine_of(name, CHAIN, ways=(TREE, LONG), costs=CostTable())
@@ -167,7 +167,7 @@ def serving_shapes(name: str = "eagle3") -> Engine:
 
 
 def in_turns(engine: Engine, monkeypatch, *turns: tuple[DraftShape, int]) -> None:
-    """The controller takes these shapes and rounds in turns; each call is of all slots."""
+    """The controller uses these shapes and rounds in turn; each call covers all slots."""
     order = itertools.cycle(turns)
     costs = dict.fromkeys((NO_DRAFT, CHAIN, TREE, LONG), 1.0)
     for shape, ms in costs.items():
@@ -182,7 +182,7 @@ def in_turns(engine: Engine, monkeypatch, *turns: tuple[DraftShape, int]) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "moa-2"])
 def test_every_shape_gives_the_same_texts(name, monkeypatch):
-    """From each shape to each other one, with drafters that lag behind plain rounds."""
+    """Covers each change from one shape to another, with drafters that lag after plain rounds."""
     engine = serving_shapes(name)
     in_turns(engine, monkeypatch, (CHAIN, 2), (NO_DRAFT, 3), (TREE, 1), (NO_DRAFT, 7), (LONG, 2))
     requests = mixed(10, 4)
@@ -192,10 +192,10 @@ def test_every_shape_gives_the_same_texts(name, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [(CHAIN, 2), (NO_DRAFT, 8)])
-def test_drafts_are_as_good_however_late_their_drafter_reads(before, monkeypatch):
-    """As many are accepted as of a drafter that reads with each chunk and each round.
+def test_a_lagging_drafter_has_the_same_acceptance(before, monkeypatch):
+    """The acceptance equals that of a drafter that reads each chunk and each round at once.
 
-    A drafter that lags behind a text, since its rounds are plain, also lags behind its copy.
+    A drafter that lags after plain rounds also lags in a copied slot.
     """
     beginning = tuple((5 + 3 * i * i) % 61 for i in range(70))  # more than two chunks
     first, *rest = (Request((*beginning, index), 30, NO_STOP) for index in range(3))
@@ -219,7 +219,7 @@ def test_drafts_are_as_good_however_late_their_drafter_reads(before, monkeypatch
 
 
 def test_few_programs_serve_the_default_flags():
-    """Decode programs, by the flags of infer.serve: 16 slots, and the shapes of mode auto."""
+    """Counts decode programs by the flags of infer.serve: 16 slots, and the shapes of mode auto."""
     own = DraftShape(5)
     pair = (target(), drafter("moa-1"), own)
     shapes = ways_of(own, pair[1])
@@ -230,8 +230,8 @@ def test_few_programs_serve_the_default_flags():
     assert len(every) <= 48
 
 
-def test_nobody_waits_for_a_program(monkeypatch):
-    """Programs of the start serve all kinds of requests, and the thread compiles nothing."""
+def test_no_request_waits_for_a_compile(monkeypatch):
+    """The first programs serve all kinds of requests, and the engine's thread compiles nothing."""
     engine = serving("moa-1")
     before = len(engine.programs.ready)
     own = {"stop_ids": NO_STOP, "top_logprobs": 2}
@@ -245,7 +245,7 @@ def test_nobody_waits_for_a_program(monkeypatch):
 
 
 def compiled(engine: Engine) -> list[tuple]:
-    """Programs are not compiled but noted, at once; each is there then."""
+    """Records programs instead of compiling them; each program is available at once."""
     made, make = [], engine.programs.compile
 
     def noted(name, *arrays):
@@ -257,7 +257,7 @@ def compiled(engine: Engine) -> list[tuple]:
     return made
 
 
-def test_what_a_request_would_use_is_compiled_beside_it_and_the_rest_when_idle(started):
+def test_programs_of_a_request_are_compiled_beside_it_and_the_rest_when_idle(started):
     engine = engine_of(None, num_slots=2, chunk=16)
     made = compiled(engine)
     requests = [Request((index, 7), 60, NO_STOP) for index in range(2)]
@@ -276,7 +276,7 @@ def test_what_a_request_would_use_is_compiled_beside_it_and_the_rest_when_idle(s
 
 
 def test_a_program_without_a_cost_leaves_plain_decoding_in_the_choice(caplog):
-    """Without a cost of plain decoding nothing is chosen; a larger program is logged once."""
+    """Without a cost of plain decoding, nothing is chosen; a larger program is logged once."""
     engine = engine_of("lookup", CHAIN, ways=(LONG,), costs=CostTable(), num_slots=4)
     pacing, programs = engine._pacing, engine.programs
     programs.ready = {("decode", 4, shape, SAMPLED): None for shape in (NO_DRAFT, CHAIN)}
@@ -292,7 +292,7 @@ def test_a_program_without_a_cost_leaves_plain_decoding_in_the_choice(caplog):
 
 
 def measuring(**settings) -> Engine:
-    """An engine that compiles only on demand."""
+    """Returns an engine that compiles only on demand."""
     settings |= {"ways": (LONG,), "costs": CostTable(), "max_tokens": 200, "chunk": 32}
     engine = Engine(target(), drafter("lookup"), CHAIN, num_slots=2, **settings)
     engine.programs.later = lambda: []
@@ -310,7 +310,7 @@ def test_a_closed_loop_of_one_client_measures_a_new_program(started):
     request, asked = Request((5, 9, 2), 180, NO_STOP), []
 
     def ask() -> None:
-        """Asks at the end of each answer, on the engine's thread."""
+        """Submits a request at the end of each answer, on the engine's thread."""
         asked.append(Listener(at_end=lambda: saved[-1] == 6 or ask()))
         engine.submit(request, asked[-1])
 
@@ -338,7 +338,7 @@ def test_a_dummy_run_that_fails_is_not_tried_again(monkeypatch, started):
 
 
 def test_only_calls_that_ran_alone_correct_costs():
-    """Not those beside a prompt, a drafter's catch-up or a compiler, or of log-probabilities."""
+    """Calls beside a prompt, a catch-up, a compile, or with log-probabilities correct no cost."""
     engine = engine_of("lookup", CHAIN, ways=(LONG,), costs=CostTable())
     pacing = engine._pacing
     for length in pacing.lengths():
@@ -364,10 +364,10 @@ def test_only_calls_that_ran_alone_correct_costs():
         for name in KINDS
     ],
 )
-def test_prompts_that_begin_alike_are_read_from_there_on(name, monkeypatch):
-    """Chats that go on, and prompts that share a beginning: the same texts, tokens and drafts."""
+def test_prompts_that_begin_alike_reuse_the_cached_prefix(name, monkeypatch):
+    """Chats that continue, and prompts with a common prefix, have the same texts and drafts."""
     beginning = tuple((5 + 3 * i * i) % 61 for i in range(40))
-    tails = [(), (10, 8, 7), (10, 8, 6, 5), tuple(range(30)), (10, 8, 7)]  # as no answer begins
+    tails = [(), (10, 8, 7), (10, 8, 6, 5), tuple(range(30)), (10, 8, 7)]  # no answer begins so
     requests = [Request((*beginning, *tail), 20, NO_STOP, LAWS[i]) for i, tail in enumerate(tails)]
     answer = alone(requests[1])[0]
     requests.append(Request((*requests[1].prompt_ids, *answer, 3, 4), 20, NO_STOP))
@@ -384,8 +384,8 @@ def test_prompts_that_begin_alike_are_read_from_there_on(name, monkeypatch):
         if reuses:
             tokens = sum(len(request.prompt_ids) for request in requests)
             assert new("prefix_lookup_tokens") == new("prompt_tokens") == tokens
-            # The beginning; two tokens more; the beginning; all but the last of a prompt that
-            # was read; and a whole answer but its last token, which no cache holds.
+            # The beginning; two tokens more; the beginning; the last cached prompt but one token;
+            # and a whole answer but its last token, which is not in the cache.
             assert new("prefix_tokens") == 40 + 42 + 40 + 42 + (43 + 19)
             assert now.kept_bytes > 0
         else:
@@ -398,7 +398,7 @@ def test_prompts_that_begin_alike_are_read_from_there_on(name, monkeypatch):
 
 @pytest.mark.slow
 def test_nothing_is_lost_under_load(started):
-    """200 requests at once, a quarter of which are cancelled at some time."""
+    """200 requests are submitted at once, and a quarter of them is cancelled at some time."""
     engine = started(engine_of("moa-1", CHAIN, ways=(TREE, LONG), costs=CostTable(), num_slots=8))
     requests, listeners = mixed(200, 7, longest=120), [Listener() for _ in range(200)]
     random = np.random.default_rng(0)

@@ -25,7 +25,7 @@ SETTINGS = dict(num_slots=2, max_tokens=140, chunk=32, prefix_bytes=1 << 20)
 
 @pytest.mark.parametrize("name", [None, pytest.param("moa-1", marks=pytest.mark.slow)])
 def test_another_process_runs_what_the_first_one_runs(name):
-    """The follower is a thread with its own program cache, and runs each program again."""
+    """The follower is a thread with its own program cache; it repeats the run of each program."""
     pair, ends = (target(), drafter(name), CHAIN) if name else (target(),), []
     ours, theirs = Pipe()
     followers = Followers({1: ours}, lambda *reason: ends.append(reason))
@@ -46,14 +46,14 @@ def test_another_process_runs_what_the_first_one_runs(name):
 
 
 def noting(programs: ProgramCache) -> ProgramCache:
-    """Programs whose `runs` are the names of those that ran."""
+    """Records the names of the programs that run in `runs`."""
     run, programs.runs = programs.run, []
     programs.run = lambda name, *arrays: programs.runs.append(name) or run(name, *arrays)
     return programs
 
 
 def test_messages_hold_no_code():
-    """A pickle would run what it names; a follower refuses it, and programs that are not there."""
+    """A pickle could run code, so a follower refuses it; it refuses unknown programs as well."""
     names = [["decode", "3"], ["x"], [], [["decode"]]]
     for data in (pickle.dumps(print), b"", *(msgspec.msgpack.encode([name, []]) for name in names)):
         with pytest.raises(msgspec.DecodeError):
@@ -78,7 +78,7 @@ def test_closing_does_not_wait_for_a_stuck_message(monkeypatch):
     ours, theirs = Pipe()
     followers = Followers({1: ours}, lambda *reason: None)
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(followers.broadcast, bytes(1 << 24))  # nobody reads it yet
+        sending = pool.submit(followers.broadcast, bytes(1 << 24))  # the other end is not read yet
         while not followers._lock.locked():
             time.sleep(0.001)
         followers.close()
@@ -88,7 +88,7 @@ def test_closing_does_not_wait_for_a_stuck_message(monkeypatch):
 
 
 def test_a_run_that_fails_ends_the_group(monkeypatch):
-    """The followers wait for this process in a collective by then."""
+    """At that time, the followers wait for this process in a collective."""
     ours, theirs = Pipe()
     ends = []
     followers = Followers({1: ours}, lambda *reason: ends.append(reason))
@@ -100,7 +100,7 @@ def test_a_run_that_fails_ends_the_group(monkeypatch):
 
 
 def test_processes_meet_by_a_key(monkeypatch, caplog):
-    """Other connections of strangers are in tests/model/test_rendezvous.py."""
+    """tests/model/test_rendezvous.py tests connections of other programs."""
     word = queue.Queue()
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(processes, "index", lambda: 1)

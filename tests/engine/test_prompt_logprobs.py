@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts from an engine: those of one pass over the text, chunk by chunk."""
+"""Log-probabilities of prompts, computed in chunks, equal those of one pass over the text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXT = tuple(RANDOM.integers(0, 61, 90).tolist())
 
 @pytest.fixture(scope="module", params=[None, pytest.param("moa-1", marks=pytest.mark.slow)])
 def engine(request) -> Iterator[Engine]:
-    """One whose background is at rest, so that what is compiled does not depend on the time."""
+    """Returns an engine without background compiles, so that its programs do not depend on time."""
     made = engine_of(request.param, num_slots=2, chunk=CHUNK)
     made.session.background.submit = lambda *job, **rest: None
     made.start()
@@ -41,7 +41,7 @@ def asking(prompt: tuple[int, ...], new: int, top: int = 3, **rest) -> Request:
 
 @functools.cache
 def by_one_pass() -> np.ndarray:
-    """The log-probabilities (T, V) of what follows each token of the text."""
+    """Returns the log-probabilities (T, V) of the token after each token of the text."""
     text_1T = jnp.array([TEXT])
     context = llama.Context(jnp.arange(len(TEXT))[None], masks.causal_tree(len(TEXT)))
     found = llama.forward(target().config, target().params, text_1T, context)
@@ -66,13 +66,13 @@ def assert_as_one_pass(request: Request, listener: Listener) -> None:
         np.testing.assert_allclose([log_V[id] for id, _ in each.top], likeliest, atol=1e-4)
 
 
-# Lengths and likeliest tokens; the last two go back in their last chunk.
+# Lengths and numbers of top tokens; the last chunk of the last two starts at an earlier token.
 ASKED = {1: 3, 2: 0, CHUNK - 1: 1, CHUNK: 20, CHUNK + 1: 2, len(TEXT): 5}
 
 
 @pytest.mark.parametrize("new", [0, 1, 7])
 def test_they_are_those_of_one_pass_over_the_prompt(engine, new):
-    """Beside others, in any settings; the answer that follows is plain decoding's."""
+    """Other requests with any settings run beside them; the answer is plain decoding's."""
     requests = [asking(TEXT[:length], new, top) for length, top in ASKED.items()]
     others = mixed(4, 6)
     found = answers(engine, [*requests, *others])
@@ -92,8 +92,8 @@ def test_they_are_those_of_one_pass_over_the_prompt(engine, new):
         assert not of_prompt(listener)
 
 
-def test_all_tokens_are_read_though_a_kept_text_begins_alike(engine):
-    """And what was read so serves others."""
+def test_all_tokens_are_read_despite_a_cached_prefix(engine):
+    """A request with prompt log-probabilities reuses no prefix; later requests reuse its own."""
     engine._slots.clear()
     before, request = engine.stats(), asking(TEXT, 0)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The scheduler and the slots, which know no device: who is read, who decodes, where."""
+"""The scheduler and the slots, without a device: order of prefill and decode, and slots."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_prompts_are_read_in_the_order_in_which_they_came():
     made = scheduler(3)
     for id, prompt in enumerate((100, 40, 8, 8)):
         made.add(state(id, prompt))
-    assert chunks(made) == [(0, 0, 32), (0, 32, 64), (0, 64, 96)]  # nobody decodes: three slots
+    assert chunks(made) == [(0, 0, 32), (0, 32, 64), (0, 64, 96)]  # none decodes: three slots
     assert chunks(made) == [(0, 96, 100), (1, 0, 32), (1, 32, 40), (2, 0, 8)]
     assert [each.id for each in made.decoding()] == [0, 1, 2]
     assert not made.has_prefill() and chunks(made) == []  # the fourth waits for a slot
@@ -51,7 +51,7 @@ def test_answers_wait_for_one_chunk_of_a_long_prompt_at_a_time():
 
 
 @pytest.mark.parametrize(("decode", "wait", "read"), [(1, 3, 3), (1, 9, MOST_CHUNKS), (3, 1, 1)])
-def test_more_is_read_where_more_wait_than_decode(decode, wait, read):
+def test_prefill_has_a_larger_budget_if_more_requests_wait_than_decode(decode, wait, read):
     made = scheduler(16)
     for id in range(decode):
         made.add(state(id, 1))
@@ -67,7 +67,7 @@ TEXT = tuple(range(100, 140))
 
 
 def taken(table: SlotTable, prompt: Sequence[int], *answer: int) -> tuple[int, int, int]:
-    """A request comes and goes."""
+    """Assigns a slot to a request and releases it at its end."""
     found = table.assign(prompt)
     table.hold(found.slot, [*prompt, *answer])
     table.release(found.slot)
@@ -81,7 +81,7 @@ def test_the_next_turn_of_a_chat_takes_over_its_slot():
 
 
 def test_a_common_prefix_is_copied_and_stays():
-    """From a free slot and from one in use, into the slot that was used longest ago."""
+    """From a free slot or one in use, into the least recently used slot."""
     table = SlotTable(3, reuses=True)
     taken(table, (*TEXT, 1))
     taken(table, tuple(range(40)))
@@ -99,7 +99,7 @@ def test_the_last_token_of_a_prompt_is_always_computed():
 
 
 def test_assignments_are_those_of_a_search_by_hand():
-    """Random requests come and go: each gets a free slot and the longest prefix of all."""
+    """For random requests, each of them gets a free slot and the longest prefix of all slots."""
     random = np.random.default_rng(0)
     table, held, used = SlotTable(5, reuses=True), {}, []
     for _ in range(300):

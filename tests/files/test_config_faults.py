@@ -1,4 +1,4 @@
-"""Values of a config.json that are refused in one line: unsupported, or contradictory."""
+"""Values of a config.json that are unsupported or contradictory are refused in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QWEN2 = {"verifier": {"architectures": ["Qwen2ForCausalLM"]}}
 
 
 def unsupported(**keys: Any) -> list[tuple[dict[str, Any], str]]:
-    """Each of the keys is refused by name, with its value."""
+    """Returns configs with one unsupported key each; the error names the key and its value."""
     shown = lambda key, value: f"{key}: {json.dumps(value)} is not supported"
     return [({key: value}, shown(key, value)) for key, value in keys.items()]
 
@@ -44,7 +44,7 @@ FAULTS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_key_value_heads": -2}, "num_kv_heads is -2; choose a whole number"),
         ({"vocab_size": "50"}, "vocab_size is '50'; choose a whole number"),
         ({"eos_token_id": ["<end>"]}, WRONG_TYPE),
-        # two values of one thing
+        # two values of one setting
         ({"rope_theta": 5e5}, "rope_parameters.rope_theta is 10000.0 and rope_theta is 500000.0"),
         ({"layer_types": ["full_attention"]}, "num_hidden_layers is 5 and layer_types is"),
     ],

@@ -1,4 +1,4 @@
-"""Drafters as folders: four layouts of config.json, one set of tensors, and only their target."""
+"""Drafters as folders: four layouts of config.json, one set of tensors, and one target each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLIM = {"self_attention_num_key_value_heads": 2, "cross_attention_num_key_value_
 
 @pytest.fixture
 def ours(pair):
-    """The llama pair with a config.json of ours, and a drafter that reuses two layers."""
+    """Returns the llama pair with a config.json in our layout; its drafter reuses two layers."""
     target = load_target(pair / "target")
     write_tokenizer(pair / "target", "a", "b")
     drafter = load_drafter(pair / "draft", target, target_layer_inference=2)
@@ -78,7 +78,7 @@ def test_drafters_of_every_family_survive_every_layout(saved, tmp_path, family):
         assert again.config == drafter.config and not again.notices
 
 
-def test_our_config_tells_what_the_authors_forgot(ours):
+def test_our_config_has_fields_that_the_authors_config_lacks(ours):
     config = config_json(ours / "draft")
     assert config["architectures"] == ["MOASpec"] and config["method"] == "moa"
     assert config[N] == 2 and FIELDS <= set(config)
@@ -131,7 +131,7 @@ def test_wrong_tensors_are_refused(pair, drop, changes, says):
     assert says in refusal(load_drafter, pair / "draft", load_target(pair / "target"))
 
 
-def test_the_kind_is_read_off_tensors_where_the_config_does_not_tell(pair):
+def test_the_kind_is_inferred_from_tensors_if_the_config_lacks_it(pair):
     target = load_target(pair / "target")
     edit_json(pair / "draft" / "config.json", architectures=["Walrus"])
     assert load_drafter(pair / "draft", target).method == "moa"
@@ -151,7 +151,7 @@ def convert(*arguments, **flags):
 
 
 def slim_pair(pair):
-    """A pair that the vLLM fork can run: equal key-value heads in SA and CA."""
+    """Returns a pair that the vLLM fork can run: SA and CA have equal key-value heads."""
     target = load_target(pair / "target")
     cfg = dataclasses.replace(load_drafter(pair / "draft", target).config, **SLIM)
     sizes = dataclasses.asdict(cfg)
@@ -185,7 +185,7 @@ def test_the_forks_config_has_what_it_reads(pair, tmp_path):
     assert FIELDS - {N} <= set(config)
 
 
-def test_what_the_fork_cannot_run_is_not_written_for_it(saved, tmp_path):
+def test_drafters_that_the_fork_cannot_run_are_not_written_for_it(saved, tmp_path):
     for family, says in (
         ("llama", "different key-value heads"),
         ("llama31", "scaled rotary embeddings"),

@@ -1,4 +1,4 @@
-"""Files of other software: tensors stored twice are compared, layouts not read are named."""
+"""Files of other software: duplicate tensors are compared, unsupported layouts are named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.no
 
 @pytest.fixture
 def tied(saved, tmp_path):
-    """A tied target, to be changed."""
+    """Returns a tied target, to be changed."""
     return shutil.copytree(saved / "qwen2" / "target", tmp_path / "tied")
 
 
@@ -39,7 +39,7 @@ def test_a_head_that_differs_is_read_as_transformers_reads_it(saved, tied, caplo
 
 
 def beside(folder, **changes):
-    """Write the tensors of a folder once more, as two shards with an index."""
+    """Writes the tensors of a folder a second time, as two shards with an index."""
     tensors = tensors_of(folder) | changes
     names = sorted(tensors)
     file_of = {}
@@ -104,7 +104,7 @@ def test_a_mask_is_compared_with_the_map(saved, tmp_path):
 
 
 def prefixed(prefix):
-    """Puts a prefix before the names of a folder's tensors."""
+    """Adds a prefix to the names of a folder's tensors."""
 
     def change(folder):
         tensors = {prefix + name: tensor for name, tensor in tensors_of(folder).items()}
@@ -114,7 +114,7 @@ def prefixed(prefix):
 
 
 def nested(folder):
-    """Make a config.json as speculators writes it."""
+    """Writes a config.json in the layout of speculators."""
     config = json.loads((folder / "config.json").read_text())
     outer = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
     outer |= {"draft_vocab_size": 40, "transformer_layer_config": config}

@@ -1,4 +1,4 @@
-"""GGUF files are targets: the same weights, tokens and text as the folder they were made from."""
+"""A target from a GGUF file has the weights, tokens and text of its source folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXT = "I'd like 2 tables for 1234 people at 7:30pm,\n\nplease — crème brûl�
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch) -> None:
-    """No test reads what another, or the user, has in the cache."""
+    """Isolates the cache of each test from other tests and from the user."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -85,7 +85,7 @@ def test_quantized_tensors_are_those_of_the_package(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", [Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K], ids=lambda k: k.name)
 def test_k_quants_are_read(tmp_path, monkeypatch, kind):
-    """The package cannot make them: half of the bytes of a block are 1, so its scales are small."""
+    """The package cannot write k-quants. Half of a block's bytes are 1, so scales are small."""
     rows, (_, size) = {}, gguf.GGML_QUANT_SIZES[kind]
 
     def made(values: np.ndarray, wanted: Q) -> np.ndarray:
@@ -178,7 +178,7 @@ def test_metadata_that_are_refused(tmp_path, keys, line):
 
 
 def sentencepiece_keys(texts: list[str]) -> dict:
-    """Metadata of a SentencePiece vocabulary that is trained on texts: scores rank its merges."""
+    """Returns metadata of a SentencePiece vocabulary trained on texts: scores rank its merges."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     trained = Tokenizer(models.BPE())
@@ -212,7 +212,7 @@ def test_ids_are_those_of_transformers(tmp_path, data, kind):
     ours = load_tokenizer(folder_of(path))
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="x.gguf")
     for text in [TEXT, "Two  spaces", "tabs\tand\n\n\nlines", "𝔘𝔫𝔦 ÄÖÜ ﬁ", *lines]:
-        # Not all readers begin a Llama 3's text alike where the file does not say how.
+        # Without a key in the file, readers disagree on the first token of Llama 3.
         ids = ours(text, add_special_tokens=kind == "sentencepiece")["input_ids"]
         assert ids == theirs(text, add_special_tokens=kind == "sentencepiece")["input_ids"], text
         assert ours.decode(ids) == theirs.decode(ids)
@@ -231,7 +231,7 @@ def test_all_ends_are_read(tmp_path):
 
 
 def test_qwen_composes_letters(tmp_path):
-    """As the tokenizer.json files of these models have it."""
+    """The tokenizer.json files of these models compose letters, too."""
     for pre, composes in (("qwen2", True), ("gpt-2", False)):
         path = write_gguf(tmp_path / f"{pre}.gguf", TARGET, tokenizer__ggml__pre=pre)
         tokenizer = load_tokenizer(folder_of(path))

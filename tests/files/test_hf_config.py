@@ -1,4 +1,4 @@
-"""Configs mean the same here and in transformers, both ways."""
+"""A config has the same meaning here and in transformers, in both directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that are absent, damaged or half written: one clear line, and nothing lost."""
+"""Absent, damaged or partly written folders raise an error of one line, and lose no data."""
 
 from __future__ import annotations
 

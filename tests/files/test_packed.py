@@ -1,4 +1,4 @@
-"""Stored tensors become packed arrays piece by piece."""
+"""Stored tensors are converted to packed arrays piece by piece."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLE: convert.Table = {
 
 
 def save(folder, stored: str) -> dict[str, np.ndarray]:
-    """A folder with random tensors of the table."""
+    """Writes a folder with random tensors of the table."""
     rng = np.random.default_rng(0)
     shapes = convert.stored_shapes(TABLE)
     tensors = {name: rng.normal(size=shape) for name, shape in shapes.items()}
@@ -39,7 +39,7 @@ def save(folder, stored: str) -> dict[str, np.ndarray]:
 
 
 def expected(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The table's arrays by numpy alone, in the dtype of the tensors."""
+    """Returns the table's arrays by numpy alone, in the dtype of the tensors."""
     q, k, v = (tensors[name].reshape(2, -1, 4, 24) for name in QKV)
     biases = [tensors[name].reshape(2, -1, 4) for name in BIAS]
     gate, up = (tensors[name].T for name in GATE_UP)
@@ -70,7 +70,7 @@ def test_pieces_make_the_arrays(stored, dtype, piece_bytes, turned_on_host, tmp_
 
 
 def test_a_file_that_ends_while_it_is_read(tmp_path):
-    """Using what was mapped of it would end the process."""
+    """An access to the removed part of the mapping would end the process."""
     save(tmp_path, "float32")
     reader, path = model_folder.open_tensors(tmp_path), tmp_path / "model.safetensors"
     threads = set(threading.enumerate())

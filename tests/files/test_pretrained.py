@@ -1,4 +1,4 @@
-"""Targets as folders: what transformers writes we read and write back, bit for bit."""
+"""Targets as folders: files written by transformers are read, and written back bit for bit."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_targets_survive_the_way_here_and_back(family, flags, tmp_path):
 
 @pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_any_float_dtype_is_read_into_the_one_asked_for(pair, stored, dtype):
+def test_any_float_dtype_is_read_into_the_requested_one(pair, stored, dtype):
     tensors = {k: v.astype(stored) for k, v in tensors_of(pair / "target").items()}
     save_file(tensors, pair / "target" / "model.safetensors")
     target = load_target(pair / "target", dtype)
@@ -85,7 +85,7 @@ def test_any_float_dtype_is_read_into_the_one_asked_for(pair, stored, dtype):
 
 @pytest.mark.slow
 def test_weights_are_quantized_as_they_are_loaded(pair):
-    """What is loaded in int8 is what quantizing the loaded arrays gives; drafters alike."""
+    """A target loaded in int8 equals the quantized arrays; the same holds for drafters."""
     target, quantized = (load_target(pair / "target", weights=w) for w in (None, "int8"))
     expected = quantize_params(target.params, "int8")
     assert_same_trees(quantized.params, expected)
@@ -159,7 +159,7 @@ def test_the_bundled_models_keep_their_hashes(name):
     assert hashes == STORED[name]
 
 
-# It runs in a process of its own, whose memory it watches.
+# This program runs in its own process, and measures its memory.
 PEAK = """
 import re, sys
 from pathlib import Path

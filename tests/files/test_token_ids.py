@@ -1,4 +1,4 @@
-"""Vocabularies by their files, and the ends that tokenizer files name."""
+"""Vocabularies are read from tokenizer files, and so are the ids that end an answer."""
 
 from __future__ import annotations
 

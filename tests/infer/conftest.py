@@ -1,4 +1,4 @@
-"""No test finds costs that another has measured; a small pair that several files share."""
+"""Isolates each test from measured costs of other tests, and shares a small pair."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def costs_in_memory(monkeypatch):
 
 @pytest.fixture(scope="session")
 def talkative(tmp_path_factory) -> Path:
-    """A random target whose answers soon stop, in `target`, and a drafter in `draft`."""
+    """Returns a folder with a random target that soon stops, `target`, and a drafter, `draft`."""
     folder = tmp_path_factory.mktemp("talkative")
     target = load_target(save_talkative_target(folder), jnp.float32)
     params = jax.jit(DRAFTERS["moa"].make(DRAFTER, target.config).init)(jax.random.key(1))

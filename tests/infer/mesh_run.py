@@ -2,7 +2,7 @@
 
 python -m tests.infer.mesh_run FOLDER     with a pair and `chats.jsonl` in it
 
-Prints a JSON object: of each run its exit code, and what it wrote to stdout and stderr.
+Prints a JSON object with the exit code, stdout and stderr of each run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MESH = ["--mesh", "tensor=2"]
 PROMPT = "5,17,60,33,9"
 
 
-def said(main: Callable[..., Any], *flags: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a program."""
+def run_main(main: Callable[..., Any], *flags: str) -> tuple[int, str, str]:
+    """Returns exit code, stdout and stderr of a program."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -41,8 +41,8 @@ def said(main: Callable[..., Any], *flags: str) -> tuple[int, str, str]:
     raise AssertionError("a program ends by exiting")
 
 
-def asked_by_a_client(folder: Path, pair: list[str]) -> tuple[int, str, str]:
-    """What infer.server prints while infer.client, in a thread of its own, asks it."""
+def output_with_a_client(folder: Path, pair: list[str]) -> tuple[int, str, str]:
+    """Returns the output of infer.server while a thread runs infer.client on it."""
     ready = folder / "ready.json"
 
     def ask() -> None:
@@ -56,7 +56,7 @@ def asked_by_a_client(folder: Path, pair: list[str]) -> tuple[int, str, str]:
 
     threading.Thread(target=ask, daemon=True).start()
     few = ["--slots", "1", "--warm", "4", "--max-tokens", "128", "--port", "0"]
-    return said(server.main, *pair, *MESH, *few, "--ready-file", str(ready))
+    return run_main(server.main, *pair, *MESH, *few, "--ready-file", str(ready))
 
 
 CLIENT = ["--mode", "chain", "--stop-ids", "2", "--max-new-tokens", "9", "--codec", "float32"]
@@ -73,9 +73,9 @@ def main() -> None:
     prompts = ["--modes", "plain,chain", "--chain-depth", "3", "--prompts", chats]
     answers = ["--prompts", chats, "--output", str(folder / "new.jsonl"), "--ignore-stop"]
     found = {
-        "bench": said(bench.main, *pair, *MESH, *prompts, *weights, "--json", *few),
-        "regenerate": said(regenerate.main, *pair, *MESH, *answers, "--batch", "2", *few),
-        "server": asked_by_a_client(folder, pair),
+        "bench": run_main(bench.main, *pair, *MESH, *prompts, *weights, "--json", *few),
+        "regenerate": run_main(regenerate.main, *pair, *MESH, *answers, "--batch", "2", *few),
+        "server": output_with_a_client(folder, pair),
     }
     print(json.dumps(found))
 

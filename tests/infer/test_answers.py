@@ -1,4 +1,4 @@
-"""Answer files: Spec-Bench's format, whole after any crash, and never another run's."""
+"""Answer files have Spec-Bench's format, survive a crash, and belong to one run."""
 
 import json
 
@@ -15,7 +15,7 @@ QUESTIONS = [Question("qa", i, "trivia", "qa", ("Who?", "Why?")) for i in (7, "b
 
 
 def answer(question: Question, model: str) -> Answer:
-    """Two turns: one of three tokens in one round or two, one that ended with prefill."""
+    """Returns two turns: one of three tokens in one or two rounds, one that ends with prefill."""
     rounds = ([1, 1], [1, 1]) if model == "plain" else ([2], [2])
     tokens = [QUESTIONS.index(question), 2, 3]
     results = [
@@ -31,7 +31,7 @@ def opened(folder, settings=SETTINGS, models=MODELS) -> AnswerFolder:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run that answered two of three questions."""
+    """Returns the folder of a run that answered two of three questions."""
     kept = opened(tmp_path / "run")
     for question in QUESTIONS[:2]:
         kept.add(question, {model: answer(question, model) for model in MODELS})
@@ -55,7 +55,7 @@ def test_lines_are_spec_benchs(folder):
     assert line["same_as_plain"] is True and line["difference"] is None
 
 
-def test_what_was_answered_is_read_again(folder):
+def test_saved_answers_are_read_again(folder):
     kept = opened(folder)
     assert [kept.has(question) for question in QUESTIONS] == [True, True, False]
     for model in MODELS:
@@ -77,7 +77,7 @@ def test_whether_an_answer_is_plain_decodings_is_kept(tmp_path):
 
 
 def test_a_crash_costs_one_question_at_most(folder):
-    """Wherever the second question's lines are cut, the first is kept and the second asked."""
+    """Wherever the second question's lines are cut, only that question is answered again."""
     plain, chain = (folder / "qa" / f"{model}.jsonl" for model in MODELS)
     whole = {path: path.read_bytes() for path in (plain, chain)}
     first = {path: content.index(b"\n") + 1 for path, content in whole.items()}
@@ -86,7 +86,7 @@ def test_a_crash_costs_one_question_at_most(folder):
     ]
     for cut, at in cuts:
         plain.write_bytes(whole[plain])
-        chain.write_bytes(whole[chain][: first[chain]])  # written after it
+        chain.write_bytes(whole[chain][: first[chain]])  # written after the plain answer
         cut.write_bytes(whole[cut][:at])
         kept = opened(folder)
         assert [kept.has(question) for question in QUESTIONS] == [True, False, False], (cut, at)

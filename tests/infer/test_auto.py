@@ -1,4 +1,4 @@
-"""Mode auto in the programs: its ways, what they cost, and the comparison with plain decoding."""
+"""Mode auto in the programs: draft shapes, their costs, and the comparison with plain decoding."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_ways_are_plain_the_own_shape_chains_and_a_tree():
     + [(("--mode", name), name) for name in ("auto", "chain", "tree")]
     + [(("--mode", "auto", "--depth", "3"), "auto")],
 )
-def test_whoever_gives_a_depth_wants_a_chain(flags, mode):
+def test_a_depth_selects_a_chain(flags, mode):
     assert pair.asked_mode(parse(*flags)) == mode
 
 
@@ -53,7 +53,7 @@ def session_of(folder) -> Session:
 
 @pytest.fixture
 def timed(monkeypatch) -> list[int]:
-    """The batches that sessions time, without decoding."""
+    """Records the batches that sessions time, without decoding."""
     batches: list[int] = []
 
     def seconds(session, batch, shape, length):
@@ -65,7 +65,7 @@ def timed(monkeypatch) -> list[int]:
 
 
 def test_costs_are_measured_once(tmp_path, monkeypatch, capsys, timed):
-    """A second session finds them; a damaged file is reported and measured anew."""
+    """A second session reads the costs; a damaged file is reported and measured again."""
     monkeypatch.setattr(auto, "folder", lambda: tmp_path)
     first = session_of(tmp_path)
     calls = len(first.ways) * (1 + TURNS)
@@ -101,7 +101,7 @@ def test_other_models_weights_and_cores_have_costs_of_their_own(tmp_path, monkey
 
 
 def test_without_a_compile_cache_costs_stay_in_memory(monkeypatch):
-    monkeypatch.undo()  # of the folder that conftest.py takes away
+    monkeypatch.undo()  # conftest.py removes the folder
     places = {None: None, "gs://bucket/somewhere": None, "somewhere": Path("somewhere/costs")}
     for place, found in places.items():
         held = SimpleNamespace(jax_compilation_cache_dir=place, jax_enable_compilation_cache=True)
@@ -110,7 +110,7 @@ def test_without_a_compile_cache_costs_stay_in_memory(monkeypatch):
 
 
 def test_a_chat_measures_while_a_user_types(capsys, timed):
-    """Silently and once."""
+    """The measurement prints nothing and runs once."""
     session = session_of(None)
     for _ in range(2):
         auto.fill_meanwhile(session)

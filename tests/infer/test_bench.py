@@ -1,4 +1,4 @@
-"""What infer.bench says: statistics and bytes by hand, simulated drafts, its JSON."""
+"""infer.bench: statistics and bytes computed by hand, simulated drafts, its JSON document."""
 
 import functools
 import json
@@ -37,14 +37,14 @@ LAW = make_batch_sampling(rows_of(GREEDY, 1), 64)
 
 @functools.cache
 def tiny() -> tuple:
-    """A random target and drafter that no file holds."""
+    """Returns a random target and drafter without files."""
     target = random_pair.random_target(TARGET, jnp.float32, Path("tiny"))
     return target, random_pair.random_drafter("moa", DRAFT, target, jnp.float32)
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory) -> list[str]:
-    """Flags for the same pair as files, and three prompts of ids."""
+    """Returns flags for the same pair as files, and three prompts of ids."""
     folder = tmp_path_factory.mktemp("pair")
     target, drafter = tiny()
     save_target(folder / "target", TARGET, target.params, dtype=jnp.float32)
@@ -83,7 +83,7 @@ def test_figures_by_hand():
 
 
 def test_acceptance_by_hand():
-    """Rounds accept 3, 1, 0 and 2 of 3, 3, 3 and 2 drafts; the last round is cut by the limit."""
+    """Rounds accept 3, 1, 0 and 2 of 3, 3, 3 and 2 drafts; the limit truncates the last round."""
     result = Result([7], [1] * 12, "length", [4, 2, 1, 3, 1], 0.0, 1.0, [3, 3, 3, 2, 3])
     found = figures.acceptance([result], 4)
     assert found["acceptance_rate"] == 6 / 11
@@ -122,7 +122,7 @@ def test_bytes_of_small_programs():
 
 
 def decoded(shape: DraftShape, probability: float, rows: int = 8) -> list[int]:
-    """Accept lengths of simulated rounds, those that the limit cut apart."""
+    """Returns accept lengths of simulated rounds, and separately those truncated by the limit."""
     target, drafter = tiny()
     functions = DRAFTERS["moa"].make(drafter.config, TARGET)
     setup = StaticConfig(TARGET, functions, shape, accept_with(probability))
@@ -151,7 +151,7 @@ def test_simulated_chains_have_the_tau_of_their_probability():
 
 @pytest.fixture
 def hasty(monkeypatch):
-    """Short loops: what is measured is of no matter here."""
+    """Shortens the measuring loops, because the tests do not compare times."""
     monkeypatch.setattr(phases, "SECONDS_A_LOOP", 0.01)
     monkeypatch.setitem(traffic.COPY_BYTES, "cpu", 1 << 20)
 
@@ -218,7 +218,7 @@ def test_modes_of_flags():
 
 
 def test_commands_of_the_gpu_script_parse():
-    """They run seldom, where a mistyped flag costs the whole run."""
+    """The script runs seldom, and a mistyped flag would end its whole run."""
     values = {"batch": "8", "dtype": "bfloat16", "chance": "0.2"}
     script = (ROOT / ".ci" / "gpu").read_text().replace("\\\n", " ")
     commands = re.findall(r"-m infer\.bench ([^>|\n]*)", script)

@@ -1,4 +1,4 @@
-"""infer.bench --serve: what is asked and when, figures, whole documents over toy servers."""
+"""infer.bench --serve: requests and their times, figures, and documents over toy servers."""
 
 import asyncio
 import contextlib
@@ -47,10 +47,10 @@ def test_each_mode_has_a_server_with_its_flags():
     assert on_mesh["auto"] == "--slots 16 --mesh tensor=2,data=4 --mode auto".split()
 
 
-# ---- what is asked ------------------------------------------------------------------------
+# ---- requests -----------------------------------------------------------------------------
 
 
-def test_requests_go_on_with_other_questions():
+def test_requests_continue_with_other_questions():
     args = args_of("--requests 5 --suite demo --temperature 0.5 --seed 7")
     questions = questions_of(args, MOST_TOKENS)
     first, second = (requests_of(args, questions, begin, 5) for begin in (0, 5))
@@ -69,12 +69,12 @@ def test_questions_that_are_too_long_are_left_out():
         questions_of(args, 101)
 
 
-def test_arrivals_follow_a_poisson_law():
+def test_arrivals_follow_a_poisson_process():
     times = arrivals(4000, 5.0, seed=3)
     gaps = np.diff(times)
     assert times[0] == 0 and times == arrivals(4000, 5.0, seed=3)
     assert gaps.mean() == pytest.approx(0.2, rel=0.06) == pytest.approx(gaps.std(), rel=0.06)
-    # How many come in a second has Poisson's variance, which is its mean.
+    # The number of arrivals per second has Poisson's variance, which is its mean.
     counts = np.histogram(times, np.arange(0, int(times[-1])))[0]
     assert counts.var() == pytest.approx(counts.mean(), rel=0.1) == pytest.approx(5.0, rel=0.1)
 
@@ -111,7 +111,7 @@ def test_figures_by_hand():
 
 
 class ToyServer:
-    """A server without sockets; `faults` has a word per seed for what fails."""
+    """A server without sockets; `faults` maps a seed to the kind of its failure."""
 
     def __init__(self, faults: dict[int, str] | None = None) -> None:
         self.faults = faults or {}
@@ -153,12 +153,12 @@ class ToyServer:
         return httpx.Response(200, text="".join(f"data: {line}\n\n" for line in lines))
 
 
-def asked(index: int) -> dict:
+def request_body(index: int) -> dict:
     return {"messages": [{"content": f"text {index}"}], "seed": index}
 
 
-def test_counts_are_what_the_servers_own_metrics_say():
-    """Two answers: 12 tokens in 5 rounds of a row after their first tokens, 5 drafts accepted."""
+def test_counts_are_those_of_the_servers_metrics():
+    """Two answers have 12 tokens in 5 rounds after their first tokens, and 5 accepted drafts."""
     toy = ToyServer()
     before = servers.parse(toy.metrics.text().decode())
     for _ in range(2):
@@ -172,13 +172,13 @@ def test_counts_are_what_the_servers_own_metrics_say():
     assert servers.summarise_counters(after - after) == {"tau": None, "compiled": 0}
 
 
-def test_clients_come_at_their_times_and_tell_what_failed():
+def test_clients_send_on_schedule_and_report_failures():
     toy = ToyServer({1: "refuse", 2: "cut", 3: "error", 4: "odd", 5: "gone"})
     times = [0.0, 0.02, 0.05, 0.05, 0.06, 0.07, 0.2]
 
     async def play() -> list[RequestOutcome]:
         async with toy.client() as client:
-            return await clients.open_loop(client, [asked(i) for i in range(7)], times)
+            return await clients.open_loop(client, [request_body(i) for i in range(7)], times)
 
     found = asyncio.run(play())
     assert [one.error for one in found] == [
@@ -198,7 +198,7 @@ def test_clients_come_at_their_times_and_tell_what_failed():
 
 
 class ToyChild:
-    """A process that has not ended."""
+    """A process that is still running."""
 
     name = "the server of plain"
 
@@ -214,7 +214,7 @@ class ToyChild:
 
 
 def measured(toys: list[ToyServer], line: str, monkeypatch) -> dict:
-    """The document over toy servers, one for each mode."""
+    """Returns the document over toy servers, one for each mode."""
     monkeypatch.setattr(servers, "SAMPLE_SECONDS", 0.01)
     monkeypatch.setattr(clients, "client_of", lambda toy: toy.client())
     args = args_of(f"--suite demo --modes plain,auto --slots 2 {line}")
@@ -244,7 +244,7 @@ def test_a_cut_run_has_the_rates_so_far(monkeypatch):
     assert "CUT by SIGINT after 1 of 2 rates." in results.render(document | {"cut": mark})
 
 
-def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path):
+def test_all_servers_get_the_same_requests_and_rows(monkeypatch, tmp_path):
     toys = [ToyServer(), ToyServer({5: "other", 6: "refuse"})]
     document = measured(toys, "--rates 90,60 --requests 5", monkeypatch)
     told = [[body for body in toy.bodies if body["seed"] < WARMING] for toy in toys]
@@ -267,7 +267,7 @@ def test_all_servers_hear_the_same_and_the_document_tells(monkeypatch, tmp_path)
     assert (tmp_path / "figure.svg").read_text().count("<path") > 20
 
 
-def test_what_is_measured_beside_a_compiler_is_told(monkeypatch):
+def test_compiles_during_a_measurement_are_reported(monkeypatch):
     toys = [ToyServer(), ToyServer()]
     toys[0].compiling = {0}
     document = measured(toys, "--rates 60 --requests 1", monkeypatch)
@@ -276,7 +276,7 @@ def test_what_is_measured_beside_a_compiler_is_told(monkeypatch):
 
 
 def test_warming_ends_when_nothing_is_compiled_any_more(monkeypatch):
-    """One request, two and four at once, each number until a pass compiles nothing."""
+    """One, two and four requests at once are each repeated until nothing is compiled."""
     toy = ToyServer()
     toy.compiling = {WARMING, WARMING + 1, WARMING + 4}
     measured([toy, ToyServer()], "--rates 60 --requests 1", monkeypatch)
@@ -285,21 +285,21 @@ def test_warming_ends_when_nothing_is_compiled_any_more(monkeypatch):
     assert sorted(warming) == [WARMING + i for i in range(3 * 1 + 2 * 2 + 4)]
 
 
-def test_a_mode_that_does_not_answer_is_told_before_measuring(monkeypatch):
+def test_a_mode_that_does_not_answer_is_reported_before_measuring(monkeypatch):
     with pytest.raises(InputError, match="server of plain does not answer: 429 .*full"):
         refusing = ToyServer({WARMING: "refuse"})
         measured([refusing, ToyServer()], "--requests 2", monkeypatch)
     monkeypatch.undo()
     server = Server("plain", f"http://127.0.0.1:{free_port()}", ToyChild("killed"))
     with pytest.raises(InputError, match="server of plain ended with code 1: killed"):
-        asyncio.run(bench_run._play(server, [asked(0)], [0.0]))
+        asyncio.run(bench_run._play(server, [request_body(0)], [0.0]))
 
 
 # ---- processes ----------------------------------------------------------------------------
 
 
-def test_a_child_tells_its_last_line_when_it_ends(tmp_path):
-    """json.tool has no --port, and takes its number for a file."""
+def test_a_child_that_ends_reports_its_last_line(tmp_path):
+    """json.tool has no --port and reads the port number as a file name."""
     with Child("json.tool", [], tmp_path / "one") as child:
         with pytest.raises(InputError, match="did not start: .*No such file"):
             child.ready()
@@ -321,7 +321,7 @@ def test_sigterm_unwinds():
 
 @pytest.mark.slow
 def test_a_run_with_servers(talkative, tmp_path, capfd):
-    """A small random target, whose chains prompt lookup drafts."""
+    """Runs a small random target; prompt lookup drafts the chains."""
     target, plot = talkative / "target", tmp_path / "figure.png"
     line = f"--serve --target {target} --suite demo --modes plain,chain --slots 1 --ignore-stop "
     line += f"--max-new-tokens 16 --rates 4 --requests 6 --json --plot {plot}"

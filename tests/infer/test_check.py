@@ -1,4 +1,4 @@
-"""`infer.check`: verdicts by figures, golden files that are read again or refused, exit codes."""
+"""`infer.check`: verdicts by figures, golden files that are read or refused, exit codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moa_jax.decode.exactness import Difference
 from moa_jax.pretrained import describe_target
 from tests.model_folders import edit_tensors, refusal, save_random_pair, tensors_of
 
-PROMPTS = [[5, 6, 7], [60, 3]]  # the token 60 stands in no other prompt and in no answer
+PROMPTS = [[5, 6, 7], [60, 3]]  # no other prompt and no answer contains the token 60
 FIGURES = {
     *("tokens", "mean_kl", "worst_kl", "agreement", "top5_agreement", "logit_difference"),
 }
@@ -28,13 +28,13 @@ FIGURES = {
 
 @pytest.fixture
 def ask(run):
-    """Runs the program; gives its exit code, stdout and stderr."""
+    """Runs the program; returns its exit code, stdout and stderr."""
     return functools.partial(run, "infer.check")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A random target, a file of prompts, and a golden file that this program made of both."""
+    """Returns a random target, prompts, and a golden file that this program wrote for both."""
     folder = tmp_path_factory.mktemp("check")
     save_random_pair(folder, "llama", seed=5, num_hidden_layers=2)
     lines = [json.dumps({"prompt_ids": prompt}) + "\n" for prompt in PROMPTS]
@@ -58,7 +58,7 @@ def against(folder: Path, *flags: object, target: str = "target") -> list[object
 
 
 def test_a_target_equals_transformers_and_its_golden_file(ask, folder, tmp_path):
-    """And then the golden file that was written of transformers."""
+    """The target is then compared with the golden file of transformers."""
     path = tmp_path / "golden.jsonl"
     flags = ["--target", folder / "target", "--max-new-tokens", "6", "--json"]
     theirs = ["--reference", "transformers", "--write-golden", path]
@@ -87,7 +87,7 @@ def test_a_target_equals_its_own_golden_file(ask, folder):
 
 
 def test_one_changed_row_fails_the_prompt_that_reads_it(ask, folder, lines):
-    """The embedding of a token that prompt 2 alone has."""
+    """Only prompt 2 contains the token whose embedding is changed."""
     read = [json.loads(line) for line in lines[1:]]
     assert [60 in line["prompt_ids"] + line["token_ids"] for line in read] == [False, True]
     shutil.copytree(folder / "target", folder / "changed", dirs_exist_ok=True)
@@ -118,7 +118,7 @@ def test_drafted_text_that_differs_fails_in_float32_alone(ask, folder, monkeypat
 
 
 def test_figures_by_hand():
-    """Whole logits, and the most likely ones with the rest as one token."""
+    """Compares whole logits, and the top logits with the rest as one token."""
     rng = np.random.default_rng(0)
     theirs_TV, ours_TV = rng.normal(0, 3, (2, 4, 50)).astype(np.float32)
     p_TV, q_TV = (scipy.special.softmax(x.astype(float), axis=1) for x in (theirs_TV, ours_TV))
@@ -143,7 +143,7 @@ def test_figures_by_hand():
 
 
 def test_kl_of_logits_that_hardly_differ():
-    """Half the variance of the difference, which float32 loses where its terms cancel."""
+    """KL is half the variance of the difference, which cancellation in float32 would lose."""
     rng = np.random.default_rng(1)
     theirs_TV = rng.normal(0, 3, (2, 5000)).astype(np.float32)
     noise_TV = rng.normal(0, 1e-4, theirs_TV.shape)

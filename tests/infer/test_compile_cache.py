@@ -1,4 +1,4 @@
-"""The cache of compiled programs: by default on, bounded and silent; a word turns it off."""
+"""The cache of compiled programs is on by default, bounded and silent, and can be turned off."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from infer.cli import compile_cache
 from infer.info import ROOT
 
-# Compiles as many programs as it is told and prints how many of them the cache gave.
+# Compiles the given number of programs and prints the number of cache hits.
 PROGRAM = """
 import json, sys
 from infer.cli.program import run
@@ -34,7 +34,7 @@ OURS = ("JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_", "JAX_ENABLE_COMPILATI
 
 
 def start(programs: int, **variables: str) -> dict:
-    """What one start of the program says; it must say nothing on stderr."""
+    """Returns the document that the program prints; stderr must be empty."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     command = [sys.executable, "-c", PROGRAM, str(programs)]
     done = subprocess.run(
@@ -72,7 +72,7 @@ def test_without_a_folder_to_write_there_is_no_cache(tmp_path):
     assert start(1, XDG_CACHE_HOME=str(tmp_path / "file")) == {"hits": 0, "folder": None}
 
 
-def test_what_a_kill_left_behind_is_removed(monkeypatch, tmp_path):
+def test_leftovers_of_a_kill_are_removed(monkeypatch, tmp_path):
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
     monkeypatch.setattr(os, "environ", environment | {"XDG_CACHE_HOME": str(tmp_path)})
@@ -80,7 +80,7 @@ def test_what_a_kill_left_behind_is_removed(monkeypatch, tmp_path):
     folder.mkdir(parents=True)
     for name in ("whole-cache", "whole-atime", "cut-cache", "young-cache"):
         (folder / name).touch()
-        os.utime(folder / name, (0, 0) if name != "young-cache" else None)  # perhaps under way
+        os.utime(folder / name, (0, 0) if name != "young-cache" else None)  # perhaps still in use
     compile_cache.use()
     assert {path.name for path in folder.iterdir()} == {"whole-cache", "whole-atime", "young-cache"}
     assert os.environ[compile_cache.FOLDER] == str(folder)

@@ -1,4 +1,4 @@
-"""How a drafter is measured on conversations: a row a source, and one line for what is unfit."""
+"""Measures a drafter on conversations: one row per source, and one line for unusable records."""
 
 import json
 from argparse import Namespace
@@ -27,7 +27,7 @@ def write(path: Path, *records: dict) -> str:
 
 @pytest.fixture
 def pair(talkative) -> list[str]:
-    """Flags that name a small random pair."""
+    """Returns flags of a small random pair."""
     return ["--target", str(talkative / "target"), "--draft", str(talkative / "draft")]
 
 
@@ -55,7 +55,7 @@ def test_every_source_has_a_row(pair, capsys, tmp_path):
     assert "| shop | draft-chain | 2 |" in text and "| repeated | stopped | same as plain |" in text
 
 
-def test_a_question_stands_behind_its_history(tmp_path):
+def test_a_question_follows_its_history(tmp_path):
     talk = [question("Hi"), ANSWER, question("Beer?"), ANSWER]
     records = [{"source": "x#bar", "messages": talk}, {"source": "x#alpaca", "messages": talk}]
     file = write(tmp_path / "talks.jsonl", *records)

@@ -1,4 +1,4 @@
-"""The draft vocabulary of a drafter's folder: who drafts from it, and that texts stay the same."""
+"""The draft vocabulary in a drafter's folder: its use in drafting, and unchanged texts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IDS = np.arange(0, 300, 2, dtype=np.int32)  # half of the target's tokens
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory) -> Path:
-    """A pair that agrees now and then, whose drafter brings IDS; to be read, not changed."""
+    """Returns a pair whose drafter has the draft vocabulary IDS; to be read, not changed."""
     folder = tmp_path_factory.mktemp("pair")
     config, model = random_pair.random_target("llama", 21, 0.2, num_hidden_layers=2, vocab_size=300)
     draft = random_pair.random_drafter(config, random_pair.draft_sizes(config, 0), 22, 0.2)
@@ -50,13 +50,13 @@ def stored(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(stored, tmp_path) -> Path:
-    """A copy of it, to be changed or damaged."""
+    """Returns a copy of the stored pair, to be changed or damaged."""
     return Path(shutil.copytree(stored, tmp_path / "pair"))
 
 
 @pytest.fixture
 def large(monkeypatch) -> None:
-    """From now on the target counts as one of many tokens."""
+    """Lowers the limit, so that the target counts as one with many tokens."""
     monkeypatch.setattr(draft_vocabulary, "MANY_TOKENS", 299)
 
 
@@ -66,7 +66,7 @@ def named(folder: Path) -> list[str]:
 
 @pytest.fixture
 def opened(monkeypatch, capsys):
-    """The session that infer.generate opens for some flags, and its stderr until then."""
+    """Returns the session that infer.generate opens for some flags, and its stderr until then."""
 
     def stop(*arguments: Any, **settings: Any) -> None:
         raise CaughtSession(Session(*arguments, **settings))
@@ -84,15 +84,15 @@ class CaughtSession(Exception):
     """Carries a session out of a program."""
 
 
-# ---- who drafts from it -------------------------------------------------------------------
+# ---- drafting with the vocabulary ---------------------------------------------------------
 
 
 def heads(session: Session) -> tuple[Any, Any]:
-    """What the drafter scores with, and what the target does."""
+    """Returns the heads of the drafter and of the target."""
     return session.weights.vocabulary.head_DU, session.weights.target["lm_head"]
 
 
-def test_a_small_target_drafts_from_it_when_asked(stored, opened):
+def test_a_small_target_drafts_from_it_on_request(stored, opened):
     session, err = opened(*named(stored))
     assert session.weights.vocabulary is None and "drafts from" not in err
     session, err = opened(*named(stored), "--draft-vocabulary", f"{stored}/draft")
@@ -101,7 +101,7 @@ def test_a_small_target_drafts_from_it_when_asked(stored, opened):
 
 
 @pytest.mark.parametrize("narrow_ms, is_used", [(0.9, True), (0.97, False), (None, False)])
-def test_a_small_target_drafts_from_it_where_costs_say_so(
+def test_a_small_target_drafts_from_it_if_that_is_cheaper(
     stored, monkeypatch, tmp_path, narrow_ms, is_used
 ):
     monkeypatch.setattr(auto, "folder", lambda: tmp_path / "costs")
@@ -117,7 +117,7 @@ def test_a_small_target_drafts_from_it_where_costs_say_so(
 
 
 @pytest.mark.usefixtures("large")
-def test_the_flag_goes_before_the_default(stored, opened, tmp_path):
+def test_the_flag_overrides_the_default(stored, opened, tmp_path):
     session, err = opened(*named(stored), "--draft-vocabulary", "none")
     assert session.weights.vocabulary is None and "drafts from" not in err
     target = describe_target(stored / "target")
@@ -128,7 +128,7 @@ def test_the_flag_goes_before_the_default(stored, opened, tmp_path):
 
 
 @pytest.mark.usefixtures("large")
-def test_without_a_draft_or_a_file_nothing_is_said(folder, opened):
+def test_without_a_draft_or_a_file_nothing_is_printed(folder, opened):
     session, err = opened(*named(folder), "--mode", "plain")
     assert session.vocabulary is None and "drafts from" not in err
     (folder / "draft" / FILE).unlink()
@@ -154,7 +154,7 @@ def test_evaluation_gives_each_drafter_its_own(stored, tmp_path, capsys):
     assert found[True] == (set(), None)
 
 
-# ---- where it goes ------------------------------------------------------------------------
+# ---- copies of the file -------------------------------------------------------------------
 
 
 def test_converting_keeps_it_in_our_layout(folder, capsys):
@@ -169,7 +169,7 @@ def test_converting_keeps_it_in_our_layout(folder, capsys):
 
 
 def test_a_pair_is_the_same_with_and_without_it(folder):
-    """As a client sees it, which drafts from all tokens."""
+    """A split client drafts from all tokens, so the hash ignores the draft vocabulary."""
     before = client_files.model_hash(folder / "draft")
     (folder / "draft" / FILE).unlink()
     assert client_files.model_hash(folder / "draft") == before

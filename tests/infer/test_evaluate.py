@@ -1,4 +1,4 @@
-"""The evaluation as a program: one run of a small pair, resumed, refused, and caught at a lie."""
+"""The evaluation program: one run of a small pair, resumed, refused, and with a wrong answer."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from moa_jax import Session, load_drafter, load_target
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.pretrained import save_drafter
 
-DIGITS = "1234567 " * 4  # a token each, so that all prompts are alike
+DIGITS = "1234567 " * 4  # one token each, so that all prompts have equal lengths
 QUESTIONS = [
     {"question_id": 1, "category": "a", "turns": [DIGITS, "1"]},
     {"question_id": 2, "turns": ["2" + DIGITS, "1" * 600]},
@@ -25,7 +25,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def folder(talkative, tmp_path_factory) -> Path:
-    """A small random pair, and questions for it."""
+    """Returns a small random pair, and questions for it."""
     folder = tmp_path_factory.mktemp("pair")
     for name in ("target", "draft"):
         (folder / name).symlink_to(talkative / name)
@@ -46,14 +46,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def finished(folder) -> Path:
-    """The answers of a whole run."""
+    """Returns the answers of a whole run."""
     assert not evaluate.main(flags(folder, folder / "run", "--depth", "3"))
     return folder / "run"
 
 
 @pytest.fixture
 def resumed(folder, finished, tmp_path, capsys):
-    """Runs the same command on a copy of the folder that a function has changed."""
+    """Runs the same command on a copy of the folder after a function has changed the copy."""
     command = flags(folder, tmp_path / "run", "--depth", "3")
     shutil.copytree(finished, tmp_path / "run")
 
@@ -91,7 +91,7 @@ def test_answers_and_report(finished):
 
 
 def test_a_second_turn_follows_our_answer(folder, finished):
-    """It is asked behind the first answer's text, without its end mark."""
+    """The second question follows the first answer's text, without the end token."""
     tokenizer = load_tokenizer(folder / "target")
     choice = lines(finished / "talk" / "plain.jsonl")[0]["choices"][0]
     said = tokenizer.decode(choice["token_ids"][0], skip_special_tokens=True).strip()
@@ -105,7 +105,7 @@ def test_a_second_turn_follows_our_answer(folder, finished):
     assert choice["prompt_tokens"][1] == len(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def test_a_finished_run_is_only_told_again(resumed, finished, monkeypatch):
+def test_a_finished_run_only_repeats_its_report(resumed, finished, monkeypatch):
     monkeypatch.setattr(Session, "generate", None)
     code, document, folder = resumed()
     assert not code
@@ -115,7 +115,7 @@ def test_a_finished_run_is_only_told_again(resumed, finished, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_cut_goes_on(resumed, finished):
+def test_an_interrupted_run_is_resumed(resumed, finished):
     def cut(folder: Path) -> None:
         path = folder / "talk" / "a-chain.jsonl"
         path.write_bytes(path.read_bytes()[:-40])
@@ -130,7 +130,7 @@ def test_a_run_that_was_cut_goes_on(resumed, finished):
 
 
 def test_a_changed_answer_is_noticed(folder, tmp_path, monkeypatch, capsys):
-    """The negative control: drafts that change a token must not pass."""
+    """This is the negative control: drafts that change a token must fail the check."""
     honest = Session.generate
 
     def lying(self, prompts, *arguments, **settings):
@@ -159,7 +159,7 @@ def test_a_changed_answer_is_noticed(folder, tmp_path, monkeypatch, capsys):
         ("who/model", (None, "who/model", {})),
     ],
 )
-def test_options_of_a_drafter_stand_behind_its_folder(text, parts, tmp_path, monkeypatch):
+def test_options_of_a_drafter_follow_its_folder(text, parts, tmp_path, monkeypatch):
     (tmp_path / "kept,n=1").mkdir()
     monkeypatch.chdir(tmp_path)
     assert candidates.given_of(text) == parts

@@ -1,4 +1,4 @@
-"""`infer.generate` as programs and people call it."""
+"""`infer.generate` as programs and users call it."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ RESULT_KEYS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> list[str]:
-    """The flags that name a random pair, whose target has 300 tokens and a tokenizer."""
+    """Returns the flags of a random pair; its target has 300 tokens and a tokenizer."""
     folder = tmp_path_factory.mktemp("pair")
     save_random_pair(folder, "llama", seed=5, vocab_size=300, num_hidden_layers=2)
     train_tokenizer(iter(["Good morning, how can I help?"] * 9), 290, folder / "tokenizer")
@@ -31,7 +31,7 @@ def folders(tmp_path_factory) -> list[str]:
 
 @pytest.fixture
 def ask(folders, run):
-    """Runs the program; gives its exit code, stdout and stderr."""
+    """Runs the program; returns its exit code, stdout and stderr."""
     return lambda *flags: run("infer.generate", *folders, *flags)
 
 
@@ -76,7 +76,7 @@ def test_text_streams_and_compares(ask, monkeypatch):
 
 @pytest.mark.slow
 def test_stop_texts_end_answers_before_them(ask):
-    """Cut alike when streamed, at once, in a batch; token ids keep the stop."""
+    """Streamed, whole and batched answers are cut alike; token ids keep the stop."""
     flags = ["--prompt", "Good morning", "--max-new-tokens", "24"]
     _, out, _ = ask(*flags, "--json")
     (whole,) = json.loads(out)["results"]
@@ -108,7 +108,7 @@ def test_prompts_from_a_file(ask, tmp_path):
 
 @pytest.fixture
 def chat(ask, monkeypatch):
-    """Says some lines in a chat; gives the prompts, and the programs compiled by each answer."""
+    """Sends lines to a chat; returns the prompts, and the number of programs after each answer."""
 
     def chat(*lines: str) -> tuple[list[list[int]], list[int]]:
         asked, prompts, compiled = iter([*lines, ""]), [], []
@@ -132,7 +132,7 @@ def chat(ask, monkeypatch):
 
 @pytest.mark.slow
 def test_a_chat_has_a_history_and_grows_without_compiling(chat):
-    """Prompts of one chunk and of several, and far more rows than a single prompt would get."""
+    """Prompts have one or several chunks, and need more rows than a single prompt would get."""
     said = "Good morning, how can I help? " * 2
     prompts, compiled = chat(*[said] * 8, "/new", said)
     for earlier, later in zip(prompts[:7], prompts[1:8], strict=True):

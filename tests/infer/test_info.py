@@ -1,4 +1,4 @@
-"""infer.info tells what is there, what is not, and refuses what is no model folder."""
+"""infer.info lists models, data and missing packages, and refuses folders without a model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_text_names_what_is_missing(monkeypatch, tmp_path, capsys):
     assert facts["data"] == str(tmp_path)
 
 
-def test_loading_is_timed_when_asked(saved, capsys):
+def test_loading_is_timed_on_request(saved, capsys):
     target = str(saved / "llama" / "target")
     info.main(["--json", "--load", "--target", target, "--draft", target])
     report = json.loads(capsys.readouterr().out)

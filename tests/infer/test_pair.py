@@ -1,4 +1,4 @@
-"""The flags of a pair: vLLM's JSON, prompt lookup, shapes of drafts, cores."""
+"""The flags of a pair: vLLM's JSON, prompt lookup, draft shapes, CPU cores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parse(*flags: str) -> argparse.Namespace:
 
 
 def loading(monkeypatch, *flags: str) -> argparse.Namespace:
-    """The flags after a pair was loaded by them, without the loading."""
+    """Returns the flags after `load_pair` has read them, without loading the pair."""
 
     def stop(*_, **__):
         raise InterruptedError
@@ -47,7 +47,7 @@ def test_a_target_alone_gets_prompt_lookup_unless_drafting_is_split(monkeypatch,
     for flags in ((), ("--mode", "auto"), ("--mode", "chain"), ("--method", "lookup")):
         assert loading(monkeypatch, "--target", "x", *flags).draft == "lookup"
     notice = "no --draft: prompt lookup drafts for x (--mode plain turns it off)"
-    assert capsys.readouterr().err.splitlines() == [notice] * 3  # none where it was asked for
+    assert capsys.readouterr().err.splitlines() == [notice] * 3  # none for an explicit lookup
     assert loading(monkeypatch, "--target", "x", "--mode", "plain").draft is None
     assert loading(monkeypatch).draft is None  # the bundled pair
     assert capsys.readouterr().err == ""

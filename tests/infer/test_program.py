@@ -1,4 +1,4 @@
-"""The manners of every program: exit codes, one-line errors, help, progress."""
+"""Every program: exit codes, one-line errors, help, progress."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"moa-jax {__version__}\n"
 
 
-def test_help_shows_the_defaults_that_say_something(capsys):
+def test_help_shows_the_defaults_with_a_meaning(capsys):
     assert exit_code(parsing, ["--help"]) == 0
     shown = capsys.readouterr().out
     assert "levels (default: 5)" in shown and shown.count("default:") == 1
@@ -111,7 +111,7 @@ def test_a_fault_of_ours_keeps_its_traceback():
 
 def test_a_closed_pipe_is_quiet():
     program = "from infer.cli import program; program.run(lambda arguments: print('x'))"
-    buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # what is left in a buffer fails last
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # the rest of a buffer fails last
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as closed:

@@ -1,4 +1,4 @@
-"""Every program that decodes takes --mesh: what it says is what one device says."""
+"""Every program that decodes accepts --mesh, and prints the output of one device."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ CHAT = {"messages": [{"role": r, "content": "12345"} for r in ("user", "assistan
 
 
 @pytest.mark.slow
-def test_programs_say_on_a_mesh_what_one_device_says(talkative, tmp_path):
+def test_programs_on_a_mesh_print_what_one_device_prints(talkative, tmp_path):
     for name in ("target", "draft"):
         (tmp_path / name).symlink_to(talkative / name)
     (tmp_path / "chats.jsonl").write_text(json.dumps(CHAT) + "\n")

@@ -1,4 +1,4 @@
-"""The figures of a report, from answers made by hand, and the tables and pictures of them."""
+"""The figures of a report from answers made by hand, with its tables and pictures."""
 
 import json
 
@@ -32,22 +32,22 @@ def plain(tokens: int, decode_s: float) -> Result:
     return turn([1] * (tokens - 1), 1.0, decode_s, 0)
 
 
-def asked(name: str, number: int) -> Question:
+def question_of(name: str, number: int) -> Question:
     return Question(name, number, "", name, ("Hi",))
 
 
 def answers() -> dict[Question, dict[str, Answer]]:
-    """Plain takes 10, 20 and 7 seconds; the chain 5, 20 and 6."""
+    """Returns answers: plain decoding takes 10, 20 and 7 seconds; the chain 5, 20 and 6."""
     return {
-        asked("humaneval", 1): {
+        question_of("humaneval", 1): {
             "plain": Answer([plain(7, 9.0)], ["a"]),
             CHAIN: Answer([turn([3, 3], 1.0, 4.0, 2)], ["a"]),
         },
-        asked("humaneval", 2): {
+        question_of("humaneval", 2): {
             "plain": Answer([plain(5, 9.0), plain(2, 9.0)], ["a", "b"]),
             CHAIN: Answer([turn([1, 2, 1], 1.0, 13.0, 2), turn([1], 1.0, 5.0, 2)], ["a", "b"]),
         },
-        asked("qa", 1): {
+        question_of("qa", 1): {
             "plain": Answer([plain(2, 6.0)], ["a"], too_long=2),
             CHAIN: Answer(
                 [turn([1], 1.0, 5.0, 2)],
@@ -61,7 +61,7 @@ def answers() -> dict[Question, dict[str, Answer]]:
 
 @pytest.fixture
 def document():
-    left_out = {asked("qa", 2): report.TOO_LONG, asked("sum", 3): "of no use"}
+    left_out = {question_of("qa", 2): report.TOO_LONG, question_of("sum", 3): "of no use"}
     return report.document_of(answers(), left_out, SETTINGS)
 
 
@@ -94,7 +94,7 @@ def test_tau_is_that_of_rounds_and_of_questions(document):
 
 
 def test_tau_is_compared_on_the_same_draws_of_questions():
-    """With the first drafter that drafts alike; here the other one needs twice the rounds."""
+    """The first drafter of equal shape is the reference; the other one needs twice the rounds."""
     other, tree = "other-chain", "other-tree"
     models = SETTINGS["models"] | {other: {"mode": "chain", "levels": 3}}
     settings = SETTINGS | {"models": models | {tree: {"mode": "tree", "levels": 3}}}
@@ -117,13 +117,13 @@ def test_tau_is_compared_on_the_same_draws_of_questions():
 
 
 def test_acceptance_leaves_out_rounds_that_were_cut(document):
-    """The last round of each turn is left out: of 3, 1 and 2 two accept a first draft."""
+    """The last round of each turn is left out: of 3, 1 and 2 rounds, two accept a first draft."""
     row = row_of(document, "humaneval")
     assert row["acceptance_unconditional"] == pytest.approx([2 / 3, 1 / 3])
     assert row["acceptance_conditional"] == pytest.approx([2 / 3, 1 / 2])
 
 
-def test_differences_and_skips_are_told(document):
+def test_differences_and_skips_are_reported(document):
     assert row_of(document, "qa")["same_as_plain"] == 0
     assert row_of(document, "all")["same_as_plain"] == 2
     text = report.render(document)
@@ -134,7 +134,7 @@ def test_differences_and_skips_are_told(document):
     json.dumps(document, allow_nan=False)
 
 
-def test_the_papers_figures_stand_below(document):
+def test_the_papers_figures_follow(document):
     lines = report.render(document).splitlines()
     assert "| decoder | humaneval | qa | all |" in lines
     assert "| moa-chain | 1.50x / 1.83 | 1.17x / 1.00 | 1.17x / 1.71 |" in lines

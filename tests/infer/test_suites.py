@@ -1,4 +1,4 @@
-"""Question sets: what every name of --suite gives, and one line for what is no question."""
+"""Question sets: the questions of every --suite, and one line for an invalid question."""
 
 import json
 from pathlib import Path
@@ -90,7 +90,7 @@ TYPED = {"question": {"text": "who wrote emma", "tokens": []}, "id": "7"}
 SUM = {"question": "Two and two?", "answer": "#### 4"}
 
 
-def test_public_data_becomes_questions(monkeypatch):
+def test_public_data_is_converted_to_questions(monkeypatch):
     datasets = pytest.importorskip("datasets")
     asked = []
 

@@ -1,9 +1,9 @@
-"""The order of measurements: warm-up is not counted, and no candidate always comes first."""
+"""The order of measurements: warm-up does not count, and the first mode changes per question."""
 
 from moa_jax.measure.turns import in_turns
 
 
-def test_each_question_goes_through_all_ways_another_one_first():
+def test_each_question_runs_all_modes_another_one_first():
     turns = [(turn.question, turn.way) for turn in in_turns(3, 2, warm_up=False)]
     assert turns == [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (1, 0)]
 

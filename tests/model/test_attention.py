@@ -1,6 +1,6 @@
-"""The kernels of accelerators against the einsum: lengths, trees, heads.
+"""The kernels of accelerators equal the einsum: lengths, trees, heads.
 
-On CPUs they are interpreted, elsewhere compiled for the device that is there.
+On CPUs, kernels are interpreted; elsewhere they are compiled for the device.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def by_einsum(*arrays):
 
 
 def tree(key: jax.Array, B: int, T: int, X: int) -> jax.Array:
-    """Ancestors at random; each token is its own."""
+    """Returns random ancestors; each token is its own ancestor."""
     itself_TX = jnp.arange(X) == jnp.arange(X - T, X)[:, None]
     return jax.random.bernoulli(key, 0.5, (B, T, X)) | itself_TX
 
 
 def drawn(lengths: list[int], shape: tuple[int, ...], S: int, X: int, dtype=jnp.float32):
-    """Packed heads (B, T, K, G, E), with rows for X > 0, their angles, and a cache of S rows."""
+    """Returns packed heads (B, T, K, G, E), rows for X > 0, their angles, a cache of S rows."""
     B, K, G, T, E = shape
     keys = jax.random.split(jax.random.key(T + S + X), 4)
     packed = jax.random.normal(keys[0], (B, T, K, G + 2 * (X > 0), E), dtype)
@@ -48,7 +48,7 @@ def drawn(lengths: list[int], shape: tuple[int, ...], S: int, X: int, dtype=jnp.
     return (packed, turn, past), jnp.array(lengths, jnp.int32)
 
 
-# lengths, (B, K, G, T, E), S, X, first; X - T tokens of the round stand in the cache already
+# lengths, (B, K, G, T, E), S, X, first; X - T tokens of the round are already in the cache
 CASES = {
     "plain": ([300], (1, 2, 4, 1, 64), 512, 1, 0),
     "nothing-verified": ([0, 256], (2, 1, 2, 3, 64), 384, 3, 0),
@@ -97,8 +97,8 @@ def test_kernels_equal_the_einsum(case, kernel):
     ],
     ids=["plain", "tree", "memory", "level"],
 )
-def test_a_cpu_reads_of_long_caches_what_texts_have_come_to(T, X, first, dtype, longest, read):
-    """Rows that nobody has come to may hold anything; the rest is what all at once would be."""
+def test_a_cpu_reads_only_the_used_rows_of_long_caches(T, X, first, dtype, longest, read):
+    """Unused rows may hold any value; the result equals attention over the used rows."""
     lengths, S = [1, longest - X, 3], 600
     given, length_B = drawn(lengths, (3, 2, 2, T, 64), S, X, dtype)
     packed, turn, past = given
@@ -116,7 +116,7 @@ def test_a_cpu_reads_of_long_caches_what_texts_have_come_to(T, X, first, dtype, 
 @pytest.mark.parametrize("case", ["plain", "level-of-a-draft", "hidden-row", "memory", "long"])
 @pytest.mark.parametrize("kernel", [*KERNELS, "einsum"])
 def test_sequences_use_their_slots_alone(case, kernel):
-    """Any slots in any order: as caches of their own, in place, and beside rows of NaN."""
+    """Slots are used in any order, in place, beside rows of NaN, and equal separate caches."""
     lengths, shape, S, X, first = CASES[case]
     (packed, turn, past), length_B = drawn(lengths, shape, S, X)
     B = len(lengths)
@@ -130,7 +130,7 @@ def test_sequences_use_their_slots_alone(case, kernel):
     attend = KERNELS.get(kernel, attention.by_einsum)
     mixed, written = jax.jit(attend)(packed, turn, slots, sight)
     expected, rows = by_einsum(packed, turn, past, sight)
-    if first:  # a token that sees nothing has zeros
+    if first:  # a token that attends to nothing has zeros
         expected = jnp.where(attention.sees_anything(sight)[..., None, None], expected, 0)
     np.testing.assert_allclose(mixed, expected, atol=2e-6)
     for leaf, one in zip(written.kv, rows, strict=True):
@@ -139,8 +139,8 @@ def test_sequences_use_their_slots_alone(case, kernel):
         assert np.isnan(np.delete(leaf, slot_B, axis=0)).all()
 
 
-def test_nothing_is_written_behind_a_cache_that_is_too_small():
-    """Its last rows hold what fits; a row further would be the next head's first."""
+def test_nothing_is_written_beyond_a_cache_that_is_too_small():
+    """The last rows hold the tokens that fit; a further row would overwrite the next head."""
     (packed, turn, past), length_B = drawn([254], (1, 3, 1, 4, 64), 256, 4)
     sight = masks.cache_mask(length_B, masks.causal_tree(4))
     _, written = jax.jit(KERNELS.get("gpu", attention.attend_cached))(packed, turn, past, sight)

@@ -1,4 +1,4 @@
-"""Kernels in panels: the same products, in one library call each, and nothing stored on the way."""
+"""CPU kernels in panels compute the same products, in one library call each, without copies."""
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,14 @@ def test_products_equal_those_with_the_matrix(rows):
 @pytest.mark.skipif(not cpu.is_fast(), reason="panels need XLA's library for CPUs")
 @pytest.mark.parametrize("rows", [2, 5, 16, 64, 100])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(rows):
-    """So a verified draft and a plain round agree in every bit of a product."""
+    """So a verified draft and a plain round have equal products, bit by bit."""
     kernel = cpu.cut(jnp.asarray(KERNEL))
     x = np.random.default_rng(1).standard_normal((rows, 96), np.float32)
     alone, among = (jax.jit(cpu.multiply)(x[:count], kernel) for count in (1, rows))
     np.testing.assert_array_equal(alone[0], among[0])
 
 
-def test_a_matrix_comes_back():
+def test_a_matrix_is_restored_from_its_panels():
     kernel = cpu.cut(jnp.asarray(KERNEL))
     np.testing.assert_array_equal(kernel.whole(), KERNEL)
     matrix = cpu.cut(jnp.asarray(KERNEL.reshape(96, -1)))
@@ -43,9 +43,9 @@ def test_a_matrix_comes_back():
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_each_product_is_one_library_call(rows):
-    """XLA would spread the weights over the rows, once for both products, and store that.
+    """XLA could otherwise broadcast the weights over the rows, and store the result.
 
-    Of a single row XLA's library makes a slow sum, so there are two rows at least.
+    A single row is padded to two rows, because XLA's library computes one row slowly.
     """
     kernel = cpu.cut(jnp.ones((128, 128)))
 

@@ -1,6 +1,6 @@
-"""Masks of training as intervals, and the kernels that take intervals against the einsum.
+"""Training masks as intervals; the kernels that read intervals equal the einsum.
 
-On CPUs they are interpreted, elsewhere compiled for the device that is there.
+On CPUs, kernels are interpreted; elsewhere they are compiled for the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ B, T = 3, 256
 
 
 def packed(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Segments and positions (B, T) of packed conversations, padded; which tokens are known."""
+    """Returns segments and positions (B, T) of packed conversations, and the known tokens."""
     draw = np.random.default_rng(seed)
     segment_BT, position_BT = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
     for b in range(B):
@@ -33,7 +33,7 @@ def packed(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def by_definition(name: str, seed: int) -> np.ndarray:
-    """What the docstrings of `masks` say, token by token."""
+    """Returns a mask by the docstrings of `masks`, token by token."""
     segment_BT, position_BT, known_BT = packed(seed)
     begin_BT = np.asarray(masks.known_until(np.zeros_like(known_BT), segment_BT))
     start_BT = np.asarray(masks.known_until(known_BT, segment_BT))
@@ -76,13 +76,13 @@ MASKS += ("earlier_blocks", "fed_back_0", "fed_back_2")
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_are_as_they_are_defined(name):
+def test_masks_equal_their_definitions(name):
     for seed in range(3):
         np.testing.assert_array_equal(intervals(name, seed).mask(), by_definition(name, seed))
 
 
 def drawn(num_parts: int, dtype: jnp.dtype = jnp.float32) -> tuple[tuple[jax.Array, KV], jax.Array]:
-    """Heads (B, K, G, T, E), keys and values of some parts, and a direction of the output."""
+    """Returns heads (B, K, G, T, E), keys and values of parts, and a direction of the output."""
     K, G, E = 2, 2, 64
     keys = jax.random.split(jax.random.key(num_parts), 4)
     q_BKGTE = jax.random.normal(keys[0], (B, K, G, T, E), dtype)
@@ -102,7 +102,7 @@ PLATFORMS = ["gpu", "tpu"] if HERE == "cpu" else [HERE]
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("name", [*MASKS[1:4], pytest.param("fed_back_2", marks=pytest.mark.slow)])
 def test_kernels_equal_the_einsum_forward_and_backward(name, platform):
-    """Rows that are packed and padded; tokens that see nothing of a part, or of all."""
+    """Rows are packed and padded; some tokens attend to no token of a part, or to all tokens."""
     seen = intervals(name, 1)
     given, towards_BTKGE = drawn(seen.first_PBT.shape[0])
     sees_BT11 = attention.sees_anything(seen)[..., None, None]

@@ -1,4 +1,4 @@
-"""Weights of eight bits: what is rounded, what products with them give, damaged channels."""
+"""Weights of eight bits: rounding, products, and damaged channels."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ both = pytest.mark.parametrize("weights", FORMATS)
 
 
 def drawn(*shape: int, dtype=jnp.float32, seed: int = 0) -> jax.Array:
-    """Numbers whose channels differ in size."""
+    """Returns random numbers; the scale differs per channel."""
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.normal(size=shape) * rng.uniform(0.1, 9, shape[-1]), dtype)
 
@@ -39,7 +39,7 @@ def test_int8_rounds_to_the_nearest_of_255_steps(dtype, summed):
     assert np.abs(np.asarray(matrix.values, int)).max(summed).tolist() == [127] * step.size
 
 
-def test_fp8_keeps_three_bits_behind_the_point():
+def test_fp8_keeps_three_mantissa_bits():
     weight = drawn(40, 24)
     matrix = quantize.quantize(weight, "fp8", 0)
     assert matrix.values.dtype == jnp.float8_e4m3fn
@@ -50,7 +50,7 @@ def test_fp8_keeps_three_bits_behind_the_point():
 
 @both
 @pytest.mark.parametrize("outputs", [(24,), (2, 3, 4)])
-def test_products_are_those_of_what_the_values_stand_for(weights, outputs):
+def test_products_are_those_of_the_dequantized_values(weights, outputs):
     kernel, x = drawn(40, *outputs), drawn(2, 5, 40, seed=1)
     matrix = quantize.quantize(kernel, weights, 0)
     expected = np.tensordot(x, restored(matrix, 0), 1)
@@ -76,7 +76,7 @@ def test_a_table_serves_lookup_and_head(weights):
 
 @pytest.mark.parametrize("count", [64, 70])
 def test_a_tpu_looks_few_rows_up_in_their_tiles(count, monkeypatch):
-    """And a table that has no whole number of tiles as other devices do."""
+    """A table without a whole number of tiles is read as on other devices."""
     table = quantize.quantize(drawn(count, 16), "int8", 1)
     ids = jnp.array([[0, count - 1, 31, 32], [7, 33, 7, 1]])
     wanted, program = quantize.lookup(table, ids), str(jax.make_jaxpr(quantize.lookup)(table, ids))
@@ -89,7 +89,7 @@ def test_a_tpu_looks_few_rows_up_in_their_tiles(count, monkeypatch):
 @both
 @pytest.mark.parametrize("smallest", [0.0, 1e-38])
 def test_channels_of_nothing_give_nothing(weights, smallest):
-    """Zeros, and numbers whose scale could not be divided by."""
+    """Channels hold zeros, or numbers too small for a scale that could divide."""
     kernel = drawn(8, 3).at[:, 1].set(smallest)
     matrix = quantize.quantize(kernel, weights, 0)
     assert float(matrix.scale[1]) == 1 and not np.any(np.asarray(matrix.values[:, 1], float))

@@ -1,4 +1,4 @@
-"""Processes find each other before jax starts, or each says in one line who is missing."""
+"""Processes connect before JAX starts, or each of them names the missing ones in one line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def impatient(monkeypatch):
 def lines(
     *places: ProcessSpec, seconds: float = 20.0, meanwhile: Callable = lambda: None
 ) -> list[str]:
-    """What becomes of processes that meet at the same time: "met", or their refusal."""
+    """Returns, for processes that connect at the same time, "met" or the error of each."""
 
     def line(place: ProcessSpec) -> str:
         try:
@@ -48,12 +48,12 @@ def places(count: int) -> list[ProcessSpec]:
     return [ProcessSpec(address, count, index) for index in range(count)]
 
 
-def test_all_hear_when_all_have_come():
+def test_all_processes_connect():
     assert lines(*places(4)) == ["met"] * 4
-    assert connect(ProcessSpec("nobody.invalid:1", 1, 0), 0.0) == {}  # one has nobody to meet
+    assert connect(ProcessSpec("nobody.invalid:1", 1, 0), 0.0) == {}  # one process alone
 
 
-def test_who_does_not_come_is_named_to_all_that_have():
+def test_a_missing_process_is_named_in_every_error():
     first, _, third, _ = places(4)
     line, told = lines(first, third, seconds=1.5)
     assert line.startswith(
@@ -81,12 +81,12 @@ def test_places_that_contradict_each_other_are_refused(change, line):
     first, second, third = places(3)
     told, found, wrong = lines(first, second, third._replace(**change))
     assert line in told
-    for each in (found, wrong):  # process 0 has ended where one comes late
+    for each in (found, wrong):  # process 0 has ended if the process connects late
         assert line in each or "did not answer" in each
 
 
-def test_strangers_keep_nobody_waiting(monkeypatch, caplog):
-    """One says nothing, one is no process of ours, one hangs up, and all were there first."""
+def test_foreign_connections_delay_no_process(monkeypatch, caplog):
+    """Foreign connections send nothing or other data, or close; all of them come first."""
     first, second = places(2)
     monkeypatch.setattr(rendezvous, "GREETING_TIMEOUT_S", 20.0)
     with contextlib.ExitStack() as open_:
@@ -111,7 +111,7 @@ def test_strangers_keep_nobody_waiting(monkeypatch, caplog):
 
 
 def called(place: ProcessSpec) -> socket.socket:
-    """A connection to process 0, as soon as that listens."""
+    """Returns a connection to process 0, as soon as that process listens."""
     for _ in itertools.count():
         with contextlib.suppress(ConnectionRefusedError):
             return socket.create_connection(rendezvous._host_port(place.coordinator_address))

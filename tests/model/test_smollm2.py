@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct against transformers in float32: real weights, up to 2,048 tokens.
+"""SmolLM2-135M-Instruct equals transformers in float32: real weights, up to 2,048 tokens.
 
 The reference is transformers' own reading of the GGUF file, never a folder that we wrote.
 """
@@ -64,7 +64,7 @@ def smol(smollm2_gguf) -> Smol:
 
 @functools.partial(jax.jit, static_argnums=0)
 def whole(cfg: Any, params: Any, tokens_1T: jax.Array) -> llama.ForwardOutput:
-    """One pass without caches, every residual stream tapped."""
+    """Runs one pass without caches, and taps every residual stream."""
     T = tokens_1T.shape[1]
     context = llama.Context(jnp.arange(T)[None], masks.causal(jnp.ones((1, T), jnp.int32)))
     return llama.forward(cfg, params, tokens_1T, context, range(cfg.num_layers))
@@ -72,7 +72,7 @@ def whole(cfg: Any, params: Any, tokens_1T: jax.Array) -> llama.ForwardOutput:
 
 @pytest.mark.parametrize("count", LENGTHS)
 def test_every_layer_of_smollm2_equals_transformers(smol, count):
-    """States, keys, values and logits."""
+    """Compares states, keys, values and logits."""
     cfg, params = smol.ours.config, smol.ours.params
     tokens_1T = smol.text_T[None, :count]
     seen = oracle.observe(smol.model, torch.from_numpy(tokens_1T.astype(np.int64)))
@@ -87,7 +87,7 @@ def test_every_layer_of_smollm2_equals_transformers(smol, count):
 
 
 def test_greedy_text_of_smollm2_equals_transformers(smol):
-    """Token for token; only a tie in float32 may be decided otherwise, and is shown."""
+    """Compares each token; only a tie in float32 may be decided differently, and is printed."""
     session, eos = Session(smol.ours), list(smol.ours.generation.eos_ids)
     for number, prompt in enumerate(smol.prompts):
         (found,) = session.generate([prompt], ANSWER)
@@ -102,12 +102,12 @@ def test_greedy_text_of_smollm2_equals_transformers(smol):
 
 
 # transformers reads `smollm` as GPT-2's pattern. llama.cpp and the model's own tokenizer.json split
-# digits off first, which shows where other blanks than one space stand before a digit.
+# digits off first, so ids differ if another blank than one space precedes a digit.
 BEFORE_DIGIT = re.compile(r"(\s\s|[^\S ])\d")
 
 
 def test_ids_of_smollm2_equal_transformers(smollm2_gguf, data):
-    """The tokenizer and the template in the metadata, over validation text."""
+    """Compares the tokenizer and the template in the metadata, over validation text."""
     folder = smollm2_gguf.parent
     theirs = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=smollm2_gguf.name)
     digits = copy.deepcopy(theirs)

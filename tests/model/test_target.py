@@ -1,4 +1,4 @@
-"""The target against transformers' torch models, layer by layer, and at the sizes of real ones."""
+"""The target equals transformers' torch models, layer by layer, and at the sizes of real ones."""
 
 import functools
 
@@ -33,7 +33,7 @@ FAMILIES = ("llama", "llama31", "qwen2", "qwen3")
 
 @pytest.fixture(scope="module")
 def saved(request, tmp_path_factory):
-    """A random torch model, right-padded tokens, and the folder that transformers wrote."""
+    """Returns a random torch model, right-padded tokens, and the folder that transformers wrote."""
     family, sizes = TARGETS[request.param]
     config, model = random_pair.random_target(family, seed=7, **sizes)
     folder = tmp_path_factory.mktemp("target")
@@ -42,7 +42,7 @@ def saved(request, tmp_path_factory):
 
 
 def run(loaded, tokens_BT):
-    """One pass without caches, every residual stream tapped."""
+    """Runs one pass without caches, and taps every residual stream."""
     B, T = tokens_BT.shape
 
     def run(params, tokens_BT):
@@ -83,9 +83,9 @@ def test_every_layer_equals_transformers(saved, layers):
 
 @pytest.mark.parametrize("saved", FAMILIES, indirect=True)
 def test_cached_pass_equals_whole_pass(saved):
-    """A prompt in one piece, then tokens one and three at a time, at uneven lengths.
+    """Runs a prompt in one piece, then tokens one and three at a time, at uneven lengths.
 
-    The prompt is as wide as the last piece, so both are one program.
+    The prompt is as wide as the last piece, so that both use one program.
     """
     _, batch, folder = saved
     loaded = load_target(folder, jnp.float32)

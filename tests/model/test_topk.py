@@ -1,4 +1,4 @@
-"""The most likely tokens are those of argmax and lax.top_k, however the device finds them."""
+"""The most likely tokens are those of argmax and lax.top_k on every device."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ NOT_FINITE = {
 
 
 def with_fallback(order_V: jax.Array) -> jax.Array:
-    """As other devices than CPUs compute it."""
+    """Returns the result of the fallback that devices other than CPUs use."""
     best, place = topk._argmax_with_max(order_V)
     return jnp.where(jnp.isfinite(best), place, -1)
 
@@ -39,7 +39,7 @@ def test_argmax_of_one_row(row):
 
 @pytest.mark.parametrize("V", [100, 2048])
 def test_argmax_of_what_is_computed_in_the_same_program(V):
-    """Were it computed once for each of two passes, no token need equal the best."""
+    """XLA must not compute the input twice, because then no token need equal the maximum."""
 
     @jax.jit
     def drawn(logits_BNV: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -59,7 +59,7 @@ OUT = {"nearly all are out": slice(5, -4), "none is left": slice(None)}
 @pytest.mark.parametrize("size", [8, 57, 64])
 @pytest.mark.parametrize("name", ["no ties", "many ties", *OUT])
 def test_the_best_of_pieces_are_the_best_of_all(name, size, monkeypatch):
-    """The same values at the same places as `lax.top_k`, fewer or more than a piece has."""
+    """Values and indices equal those of `lax.top_k`, for more and fewer than a piece has."""
     order_BWU = np.random.default_rng(0).normal(size=(1, 3, size)).astype(np.float32)
     if name == "many ties":
         order_BWU = np.round(order_BWU)  # zeros of both signs among them

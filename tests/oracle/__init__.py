@@ -1,4 +1,4 @@
-"""A second description of the paper: the MoA drafter in plain torch, to measure the library by.
+"""A second implementation of the paper: the MoA drafter in plain torch, as a reference.
 
     blocks.py        one decoder layer: norms, rotary embedding, grouped attention, SwiGLU
     moa.py           the drafter: memory, masks, the training forward

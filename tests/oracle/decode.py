@@ -10,7 +10,7 @@ import torch
 
 @torch.no_grad()
 def greedy(model: Any, prompt: Sequence[int], limit: int) -> list[int]:
-    """The prompt and `limit` new tokens."""
+    """Returns the prompt and `limit` new tokens."""
     tokens = list(prompt)
     for _ in range(limit):
         tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))

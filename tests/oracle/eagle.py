@@ -1,9 +1,9 @@
-"""Drafting a chain with EAGLE-1 and EAGLE-3, and EAGLE-3's loss: everything anew at each step.
+"""Drafting a chain with EAGLE-1 and EAGLE-3, and EAGLE-3's loss, without caches.
 
-From their papers.
+This code follows the papers.
 
-Entry p is made of the token at position p and the feature of position p - 1: the target's where
-that is verified, else the drafter's own. Position 0 has no entry. RoPE counts positions only by
+Entry p is made of the token at position p and the feature of position p - 1: the target's if that
+position is verified, else the drafter's own. Position 0 has no entry. RoPE counts positions only by
 their differences, so it does not matter that implementations count entries differently.
 """
 
@@ -23,7 +23,7 @@ Layer = Callable[..., Tensor]
 
 
 class Reads(NamedTuple):
-    """What a drafter gets of the target, (T, D) each but the two tables (V, D)."""
+    """The target's arrays that a drafter reads, (T, D) each but the two tables (V, D)."""
 
     hidden: Tensor  # after the final norm
     streams: Sequence[Tensor]  # that enter the three tapped layers
@@ -53,7 +53,7 @@ def draft(
     count: int,
     sizes: Sizes,
 ) -> tuple[list[int], Tensor]:
-    """The next `count` tokens after `tokens`, the last of which is not verified, and logits.
+    """Returns the next `count` tokens and their logits; the last of `tokens` is the root.
 
     Logits of EAGLE-3 are over the draft vocabulary.
     """
@@ -65,7 +65,7 @@ def draft(
 
 
 class LearntConversation(NamedTuple):
-    """A conversation to learn from: its tokens, what the target makes of them, the answers."""
+    """A conversation for training: its tokens, the target's arrays, and its answers."""
 
     tokens: Sequence[int]
     reads: Reads
@@ -79,11 +79,11 @@ def loss_eagle3(
     decay: float,
     sizes: Sizes,
 ) -> Tensor:
-    """Cross-entropy of the training-time test, whose pass j counts `decay` to the power of j.
+    """Returns the cross-entropy of the training-time test; pass j has the weight `decay` ** j.
 
-    Pass j drafts each token as the (j + 1)-th of a round and asks it of answers alone, if there
-    is an entry before the round. The mean of a pass is over all that it asks; where the target's
-    choice is none of the head's there is nothing to learn.
+    Pass j drafts each token as the (j + 1)-th of a round. The loss is the mean over answer tokens
+    with an entry before their round. A token adds 0 if the target's argmax is not in the draft
+    vocabulary.
     """
     feature, logits = _eagle3(weights, sizes)
     ids_U = torch.arange(len(weights["d2t"])) + weights["d2t"]
@@ -109,7 +109,7 @@ def _fused(weights: Weights, reads: Reads) -> Tensor:
 
 
 def _eagle(weights: Weights, reads: Reads, sizes: Sizes) -> tuple[Layer, Layer]:
-    """Its layer, of embeddings and the features before them, and the target's head."""
+    """Returns the layer, a function of embeddings and previous features, and the target's head."""
     block = _part(weights, "layers.0.", sizes)
 
     def feature(embedding_TD: Tensor, before_TD: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def _eagle(weights: Weights, reads: Reads, sizes: Sizes) -> tuple[Layer, Layer]:
 
 
 def _eagle3(weights: Weights, sizes: Sizes) -> tuple[Layer, Layer]:
-    """Its layer, of embeddings and the features before them, and its head."""
+    """Returns the layer, a function of embeddings and previous features, and its own head."""
     block = _part(weights, "midlayer.", sizes)
 
     def feature(embedding_TD: Tensor, before_TD: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def _chain(reads, true_TD, tokens, count, feature, logits, d2t) -> tuple[list[in
 
 
 def _attention(block: TorchBlock, h_BTD: Tensor) -> Tensor:
-    """Causal self-attention before its output product, (B, T, H E); the input has its norm."""
+    """Returns causal self-attention before the output product, (B, T, H E), of normed inputs."""
     T = h_BTD.shape[1]
     position_BT, mask_BTT = torch.arange(T)[None], causal(T, T)
     q, k = (rotate(block.heads(x, h_BTD), position_BT, block.frequency) for x in "qk")

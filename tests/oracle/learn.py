@@ -22,11 +22,11 @@ class Losses(NamedTuple):
 
 
 def losses(drafter: TorchDrafter, seen: Seen, response_BT: Tensor, out: Forward) -> Losses:
-    """Compares what the drafter says at an answer token with what the target says there.
+    """Compares the drafter's distribution with the target's at each answer token.
 
-    The mean runs over the whole batch and over the answers as given, not as thinned. With N > 0
-    the state that enters the reused layers is matched too, and matches by definition where it
-    is the true one.
+    The mean runs over the whole batch and over the answers as given, not as thinned. With N > 0 the
+    loss includes the state that enters the reused layers; the error is 0 where that is the true
+    state.
     """
 
     def mean(value_BT: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def losses(drafter: TorchDrafter, seen: Seen, response_BT: Tensor, out: Forward)
 
 
 class Sample(NamedTuple):
-    """One micro-batch with its draws made: the target's view, masks, and who climbs stairs."""
+    """One micro-batch and its draws: the target's arrays, the masks, and the staircase rows."""
 
     seen: Seen
     attention_BT: Tensor
@@ -66,7 +66,7 @@ def evaluate(drafter: TorchDrafter, sample: Sample) -> tuple[Forward, Losses]:
 def gradients(
     config: Any, target: Weights, draft: Weights, num_reused: int, sample: Sample
 ) -> dict[str, Tensor]:
-    """d loss / d tensor for every tensor of the drafter; the target is frozen."""
+    """Returns d loss / d tensor for every tensor of the drafter; the target is frozen."""
     own = {name: value.detach().clone().requires_grad_() for name, value in draft.items()}
     drafter = make_drafter(config, target, own, num_reused)
     found = torch.autograd.grad(evaluate(drafter, sample)[1].loss, list(own.values()))

@@ -22,10 +22,10 @@ from .blocks import TorchBlock, Weights, apply, causal, keys_values, self_attend
 
 
 class Seen(NamedTuple):
-    """What a drafter may look at of the frozen target, for every token of a batch.
+    """The arrays of the frozen target that a drafter reads, for every token of a batch.
 
-    `hidden_LBTD` has L+1 entries: the embeddings, the outputs of layers 1..L-1, and last the
-    output of layer L *after* the final norm. Keys are rotated, as in the target's cache.
+    `hidden_LBTD` has L+1 entries: the embeddings, the outputs of layers 1..L-1, and last the output
+    of layer L *after* the final norm. Keys are rotated, as in the target's cache.
     """
 
     hidden_LBTD: Tensor
@@ -44,7 +44,7 @@ def observe(model: Any, tokens_BT: Tensor, attention_BT: Tensor | None = None) -
 
 @dataclasses.dataclass(frozen=True)
 class TorchDrafter:
-    """The drafter's own parts, and what it borrows of the target."""
+    """The drafter's own parts, and the parts that it borrows from the target."""
 
     sa: TorchBlock
     ca: TorchBlock
@@ -64,7 +64,7 @@ def head_dim_of(config: Any) -> int:
 
 
 def memory_width(config: Any) -> int:
-    """M: one layer's flattened keys and values of one token."""
+    """Returns M: one layer's flattened keys and values of one token."""
     return 2 * config.num_key_value_heads * head_dim_of(config)
 
 
@@ -98,7 +98,7 @@ def make_drafter(config: Any, target: Weights, draft: Weights, num_reused: int) 
 
 
 class Memory(NamedTuple):
-    """The memory and the stations on the way to it."""
+    """The memory, and the intermediate results of its computation."""
 
     flat_BTLM: Tensor
     lsa_BTLM: Tensor
@@ -107,10 +107,10 @@ class Memory(NamedTuple):
 
 
 def memory_of(drafter: TorchDrafter, key_LBKTE: Tensor, value_LBKTE: Tensor) -> Memory:
-    """One vector per token from the target's keys and values of all layers (LSA, Ekv2E).
+    """Returns one vector per token from the target's keys and values of all layers (LSA, Ekv2E).
 
-    A token's row for one layer is [key head 0, value head 0, key head 1, ...]. LSA attends over
-    the layers of that token alone, at positions 0..L-1, and hides none of them.
+    A token's row for one layer is [key head 0, value head 0, key head 1, ...]. LSA attends over the
+    layers of that token alone, at positions 0..L-1, without a mask.
     """
     pair_LBKTX = torch.cat([key_LBKTE, value_LBKTE], dim=-1)
     flat_BTLM = pair_LBKTX.permute(1, 3, 0, 2, 4).flatten(-2)
@@ -125,15 +125,15 @@ def memory_of(drafter: TorchDrafter, key_LBKTE: Tensor, value_LBKTE: Tensor) -> 
 
 
 def noisy_response(response_BT: Tensor, every_B: Tensor) -> Tensor:
-    """Variable future length: every `every`-th token, counted from 0, becomes a known one."""
+    """Variable future length: each `every`-th token, counted from 0, becomes a known token."""
     index_T = torch.arange(response_BT.shape[1])
     return response_BT * (index_T[None] % every_B[:, None] != 0)
 
 
 def draft_masks(noisy_BT: Tensor, staircase_B: Tensor) -> tuple[Tensor, Tensor]:
-    """SA and CA masks, each (B, T, T), of a noisy response (0 marks a token known for sure).
+    """SA and CA masks, each (B, T, T), of a noisy response (0 marks a known token).
 
-    A drafted token knows the memory only up to `start`, the last known token at or before it:
+    A drafted token attends to the memory up to `start`, the last known token at or before its own:
 
         r~        0 0 1 1 0 1      CA    x . . . . .    SA staircase   x . . . . .
         start     0 1 1 1 4 4            x x . . . .                   . x . . . .
@@ -142,7 +142,7 @@ def draft_masks(noisy_BT: Tensor, staircase_B: Tensor) -> tuple[Tensor, Tensor]:
                                          x x x x x .                   . . . . x .
                                          x x x x x .                   . . . . . x
 
-    Plain SA is causal. The staircase hides from SA what CA can tell.
+    Plain SA is causal. The staircase hides from SA the tokens that CA can see.
     """
     index_T = torch.arange(noisy_BT.shape[1])
     start_BT = torch.where(noisy_BT == 0, index_T, 0).cummax(dim=1).values
@@ -153,7 +153,7 @@ def draft_masks(noisy_BT: Tensor, staircase_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Forward(NamedTuple):
-    """The training forward, station by station; `tli_*` are None where N is 0."""
+    """The intermediate results of the training forward; `tli_*` are None where N is 0."""
 
     memory: Memory
     sa_BTD: Tensor

@@ -1,10 +1,10 @@
-"""Random targets, drafters and batches whose logits vary, and their folders on disk.
+"""Random targets, drafters and batches with varied logits, and their folders on disk.
 
 Weights are scaled as in the recorded cases: linear N(0, 1/sqrt(fan in)), queries and keys 1.5
 times that, the head twice; norms 1 + 0.1 N(0, 1); biases 0.1 N(0, 1); embeddings N(0, 1), or
-1.5/sqrt(D) where the head is tied to them. Such a pair hardly ever agrees. Where `calm` is below
-1, what each layer adds to its input is that much smaller, in target and drafter alike: the last
-token then weighs more than all others, and drafts are often right.
+1.5/sqrt(D) if the head is tied to them. Such a pair accepts hardly any draft. A `calm` below 1
+scales the outputs that each layer adds to its input, in target and drafter alike: the last token
+then weighs more than all others, and most drafts are accepted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _COMMON = dict(
 def random_weight(
     name: str, shape: Sequence[int], generator: torch.Generator, calm: float, tied: bool = False
 ) -> Tensor:
-    """One tensor, scaled by what its name says it does."""
+    """Returns one tensor; its name determines its scale."""
     noise = torch.randn(*shape, generator=generator)
     if "norm" in name:
         return 1 + 0.1 * noise
@@ -75,7 +75,7 @@ def random_weight(
 
 
 def random_target(family: str, seed: int, calm: float = 1.0, **sizes: Any) -> tuple[Any, Any]:
-    """A transformers config and float32 causal LM; `sizes` are config keys.
+    """Returns a transformers config and float32 causal LM; `sizes` are config keys.
 
     `family` is llama, llama31 (with its RoPE scaling), qwen2 (tied) or qwen3 (own head_dim).
     """
@@ -90,7 +90,7 @@ def random_target(family: str, seed: int, calm: float = 1.0, **sizes: Any) -> tu
 
 
 def draft_sizes(config: Any, num_reused: int = 0) -> dict[str, int]:
-    """Sizes of a small drafter for this target, all different where its heads allow."""
+    """Returns sizes of a small drafter for this target, as different as its heads allow."""
     heads = config.num_attention_heads
     divisors = [n for n in range(1, heads + 1) if heads % n == 0]
     return dict(
@@ -105,10 +105,10 @@ def draft_sizes(config: Any, num_reused: int = 0) -> dict[str, int]:
 
 
 def draft_shapes(config: Any, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Shapes of a drafter's tensors under the authors' names (reference 1.8, 1.9).
+    """Returns shapes of a drafter's tensors under the authors' names (reference 1.8, 1.9).
 
-    Biases: SA has the target's; LSA has those of q, k and v for Qwen2 alone; CA has none. Norms
-    of queries and keys: SA alone, for Qwen3.
+    Biases: SA has the target's; LSA has those of q, k and v for Qwen2 alone; CA has none. Only SA
+    for Qwen3 has norms of queries and keys.
     """
     hidden, width = config.hidden_size, memory_width(config)
     heads, family = config.num_attention_heads, config.model_type
@@ -154,7 +154,7 @@ def block_shapes(hidden: int, q: int, kv: int, ffn: int) -> dict[str, tuple[int,
 def random_drafter(
     config: Any, sizes: Mapping[str, int], seed: int, calm: float = 1.0
 ) -> dict[str, Tensor]:
-    """A drafter's float32 tensors under the authors' names; `sizes` as of `draft_sizes`."""
+    """Returns a drafter's float32 tensors under the authors' names; `sizes` is of `draft_sizes`."""
     generator = torch.Generator().manual_seed(seed)
     shapes = draft_shapes(config, sizes)
     return {name: random_weight(name, shape, generator, calm) for name, shape in shapes.items()}
@@ -169,7 +169,7 @@ class RandomBatch(NamedTuple):
 
 
 def random_batch(vocab_size: int, lengths: Sequence[int], seed: int) -> RandomBatch:
-    """One conversation per row, `lengths[b]` tokens long, in turns of 2 to 8 tokens.
+    """Returns one conversation per row, `lengths[b]` tokens long, in turns of 2 to 8 tokens.
 
     The first turn is a question, so a row of 9 or more has an answer. Ids start at 3.
     """

@@ -1,7 +1,7 @@
 """Cases recorded from the authors' code, read as the oracle's own inputs.
 
 A case is a folder with `target/`, `draft/`, `moa.json` and `train.npz`, and where they were
-recorded `grads.npz`, `steps.npz` and `generate.npz`. The data's README tells what is in them.
+recorded `grads.npz`, `steps.npz` and `generate.npz`. The data's README describes these files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Case:
 
     @functools.cached_property
     def model(self) -> Any:
-        """The target as a transformers model in float32."""
+        """Returns the target as a transformers model in float32."""
         load = transformers.AutoModelForCausalLM.from_pretrained
         return load(self.folder / "target", dtype=torch.float32).eval().requires_grad_(False)
 
@@ -60,7 +60,7 @@ class Case:
         return make_drafter(self.config, self.target, self.draft, self.num_reused)
 
     def arrays(self, name: str) -> Arrays:
-        """All arrays of one .npz of the folder, by name."""
+        """Returns all arrays of one .npz of the folder, by name."""
         with np.load(self.folder / name) as file:
             return {key: torch.from_numpy(file[key]) for key in file.files}
 
@@ -74,16 +74,16 @@ class Case:
 
     @property
     def real_BT(self) -> Tensor:
-        """True where a token is not padding: only these positions are comparable."""
+        """Returns True where a token is not padding: only these positions are comparable."""
         return self.train["attention_mask"] == 1
 
     @property
     def variants(self) -> list[str]:
-        """Recorded kinds of masks: vfl0_sc0 and so on."""
+        """Returns the recorded kinds of masks: vfl0_sc0 and so on."""
         return sorted({key.split("/")[0] for key in self.train if "/" in key})
 
     def sample(self, variant: str) -> Sample:
-        """The recorded batch with the recorded draws of one variant."""
+        """Returns the recorded batch with the recorded draws of one variant."""
         attention_BT = self.train["attention_mask"]
         noisy_BT = self.train[f"{variant}/response_mask_noisy"]
         nobody_B = torch.zeros(len(noisy_BT), dtype=torch.bool)

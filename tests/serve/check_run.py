@@ -1,4 +1,4 @@
-"""infer.generate with answers of plain decoding that end otherwise, for what --check then says."""
+"""Runs infer.generate with changed answers of plain decoding, to test the report of --check."""
 
 from infer import generate
 from infer.cli.program import run
@@ -6,7 +6,7 @@ from moa_jax.decode.exactness import compare
 
 
 def of_other_texts(target, prompt, plain, drafted, sampling):
-    """The last token of plain decoding is another one."""
+    """Changes the last token of plain decoding."""
     return compare(target, prompt, [*plain[:-1], plain[-1] ^ 1], drafted, sampling)
 
 

@@ -1,4 +1,4 @@
-"""The program infer.serve on the bundled pair, and clients that stay or leave."""
+"""infer.serve on the bundled pair as a process, and clients that stay or leave."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STOPS: tuple[tuple[str, ...], ...] = ((), ("e ",), (), ("ing", "ll", "."))
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """One request, and what its client does with the answer."""
+    """One request, and the client's behavior while the answer arrives."""
 
     prompt_ids: tuple[int, ...]
     max_tokens: int
@@ -53,15 +53,15 @@ class Ask:
 
     @property
     def body(self) -> dict[str, Any]:
-        """As /v1/completions takes it."""
+        """Returns the body for /v1/completions."""
         settings = dataclasses.asdict(self.sampling)
         settings["logit_bias"] = {str(id): bias for id, bias in self.sampling.logit_bias}
         rest = {name: getattr(self, name) for name in ("max_tokens", "ignore_eos", "stream")}
         return settings | rest | {"prompt": self.prompt_ids, "stop": self.stops}
 
     @property
-    def wanted(self) -> tuple[str, str]:
-        """The text of plain decoding, and how it ends."""
+    def expected(self) -> tuple[str, str]:
+        """Returns the text of plain decoding, and its finish reason."""
         text, end = alone(self.prompt_ids, self.max_tokens, self.sampling, self.ignore_eos)
         shown = before_stop(text, self.stops)
         return shown, "stop" if shown != text else end
@@ -72,18 +72,18 @@ def plain() -> Session:
     return Session(load_target(DEMO / "target"), cache_rows=256)
 
 
-@functools.cache  # clients ask for the same again
+@functools.cache  # clients repeat their requests
 def alone(
     prompt_ids: tuple[int, ...], max_tokens: int, sampling: Sampling, ignore_eos: bool
 ) -> tuple[str, str]:
-    """The text of plain decoding, and how it ends."""
+    """Returns the text of plain decoding, and its finish reason."""
     stop_ids = [] if ignore_eos else None
     (row,) = plain().generate([list(prompt_ids)], max_tokens, stop_ids, [sampling])
     return TOKENIZER.decode(row.token_ids, skip_special_tokens=True), row.finish_reason
 
 
 def mixed(count: int, seed: int) -> list[Ask]:
-    """Requests of mixed lengths, settings and seeds; every fourth client leaves in the middle."""
+    """Returns requests of mixed lengths, settings and seeds; every fourth client leaves early."""
     draw, asks = random.Random(seed), []
     for index in range(count):
         ids = draw.choices(range(6, VOCAB), k=draw.randrange(1, 60)) + HELLO_IDS * (index % 2)
@@ -102,21 +102,21 @@ def mixed(count: int, seed: int) -> list[Ask]:
 
 
 class ServedProgram(NamedTuple):
-    """The program, and where its log is."""
+    """The process, and the path of its log."""
 
     process: subprocess.Popen
     ready: dict
     log: Path
 
     def client(self, receive_bytes: int = 1 << 18) -> httpx.Client:
-        """One connection; who receives few bytes at a time holds the server's writing up."""
+        """Returns one connection; with few `receive_bytes`, the server's writes block."""
         few = [(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)]
         url = self.ready["url"].removesuffix("/v1")
         transport = httpx.HTTPTransport(socket_options=few)
         return httpx.Client(base_url=url, headers=HEADERS, timeout=WAIT_S, transport=transport)
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """Returns the sum of a metric over its labels."""
         with self.client() as client:
             lines = client.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.split("{")[0] == name)
@@ -127,7 +127,7 @@ class ServedProgram(NamedTuple):
 
 
 def start_program(folder: Path, *flags: str) -> tuple[subprocess.Popen, dict]:
-    """infer.serve on the bundled pair, once it is ready."""
+    """Starts infer.serve on the bundled pair, and waits until the server is ready."""
     ready = folder / "ready.json"
     ready.unlink(missing_ok=True)
     (folder / "keys").write_text(f"# of tests\n{KEY}\n")
@@ -144,7 +144,7 @@ def start_program(folder: Path, *flags: str) -> tuple[subprocess.Popen, dict]:
 
 @contextlib.contextmanager
 def program(folder: Path, *flags: str, port: int = 0) -> Iterator[ServedProgram]:
-    """infer.serve for the block; SIGTERM ends it with code 0."""
+    """Runs infer.serve for the block; SIGTERM ends the process with code 0."""
     process, ready = start_program(folder, "--port", str(port), *flags)
     try:
         yield ServedProgram(process, ready, folder / "log")
@@ -156,9 +156,9 @@ def program(folder: Path, *flags: str, port: int = 0) -> Iterator[ServedProgram]
 
 
 def answer(client: httpx.Client, ask: Ask, pause: float = 0.0) -> tuple[str, str]:
-    """The text and how it ended, or "" if the client left before.
+    """Returns the text and its finish reason, or "" if the client left before the end.
 
-    A slow reader takes a `pause` of so many seconds after each event.
+    A slow reader waits `pause` seconds after each event.
     """
     if not ask.stream:
         said = client.post(COMPLETIONS, json=ask.body)
@@ -181,12 +181,12 @@ def answer(client: httpx.Client, ask: Ask, pause: float = 0.0) -> tuple[str, str
 
 
 def assert_right(ask: Ask, found: tuple[str, str]) -> None:
-    """An answer is plain decoding's, and one that was left is a beginning of it."""
-    assert found == ask.wanted if found[1] else ask.wanted[0].startswith(found[0]), ask
+    """Asserts that an answer is plain decoding's, or a prefix of that if the client left."""
+    assert found == ask.expected if found[1] else ask.expected[0].startswith(found[0]), ask
 
 
 def answers_at_once(served: ServedProgram, asks: list[Ask], clients: int = 32) -> list[Any]:
-    """The answers of so many clients, each with one request after the other; all are right."""
+    """Sends requests from `clients` clients, one after the other each; asserts all answers."""
     found: list[Any] = [None] * len(asks)
 
     def one(number: int) -> None:
@@ -202,7 +202,7 @@ def answers_at_once(served: ServedProgram, asks: list[Ask], clients: int = 32) -
 
 
 def assert_left(asks: list[Ask], found: list[Any]) -> None:
-    """Clients that stay get an end; of those that leave few do, if an answer is few events."""
+    """Asserts that clients that stay get a finish reason, and most clients that leave do not."""
     ended = {stays: [] for stays in (True, False)}
     for ask, each in zip(asks, found, strict=True):
         ended[ask.leaves_after is None].append(bool(each[1]))
@@ -210,7 +210,7 @@ def assert_left(asks: list[Ask], found: list[Any]) -> None:
 
 
 def assert_nothing_is_held(served: ServedProgram) -> None:
-    """Nobody sits or waits, every slot can be taken, and no pass or request has failed."""
+    """Asserts that no request runs or waits, all slots are usable, and nothing has failed."""
     wait_for(served.is_idle, WAIT_S)
     ask = Ask(tuple(HELLO_IDS), 150, Sampling(1.0, seed=3), ignore_eos=True, stream=False)
     most = 0

@@ -1,4 +1,4 @@
-"""OpenAI's own package as a client, of a toy engine and of the program."""
+"""OpenAI's own package as a client of a toy engine and of infer.serve."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_answers_streams_and_errors():
 
 @pytest.mark.slow
 def test_a_server_that_was_killed_starts_again_on_its_port(tmp_path):
-    """A client that is being answered when the server is killed sees an error."""
+    """A client gets an error if the server is killed during its answer."""
     process, ready = start_program(tmp_path, "--port", "0")
     client = client_of(ready["url"])
 

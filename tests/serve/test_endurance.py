@@ -1,4 +1,4 @@
-"""A soak: infer.serve on the bundled pair, and clients that stay, leave, and misbehave."""
+"""A soak: infer.serve on the bundled pair, and clients that stay, leave, or send faults."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ pytestmark = pytest.mark.slow
 SOAK_SECONDS = float(os.environ.get("MOA_SOAK_SECONDS", "300"))
 
 
-def vanish(served: ServedProgram, draw: random.Random) -> None:
-    """Leaves before, in or after a request, now and then with a reset."""
+def disconnect(served: ServedProgram, draw: random.Random) -> None:
+    """Disconnects before, in or after a request, now and then with a reset."""
     fields = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 100}
     data = json.dumps(fields | {"ignore_eos": True, "stream": draw.random() < 0.7}).encode()
     head = "".join(f"{name}: {value}\r\n" for name, value in HEADERS.items())
@@ -50,10 +50,10 @@ def vanish(served: ServedProgram, draw: random.Random) -> None:
         time.sleep(draw.uniform(0, 0.3))
 
 
-def crowd(
+def endless_clients(
     served: ServedProgram, asks: list[Ask], is_over: threading.Event
 ) -> list[Callable[[], int]]:
-    """Clients that come until it is over, each a function that says how often it came."""
+    """Returns clients that send requests until `is_over`; each returns its number of requests."""
 
     def again(do: Callable[[httpx.Client], None], receive_bytes: int = 1 << 18) -> int:
         with served.client(receive_bytes) as client:
@@ -71,14 +71,14 @@ def crowd(
         assert_right(found, answer(client, found, pause=0.02))
 
     draw = random.Random(1)
-    leave = lambda _: vanish(served, draw)
+    leave = lambda _: disconnect(served, draw)
     doing = [ask] * 8 + [leave] * 3
     slow = [functools.partial(again, read_slowly, 4096)] * 2
     return [*(functools.partial(again, each) for each in doing), *slow]
 
 
 def memory_under(served: ServedProgram, running: list[Future[int]]) -> list[float]:
-    """MiB, read while clients run for SOAK_SECONDS in which the server makes no program."""
+    """Returns MiB, read while clients run for SOAK_SECONDS without a compile in the server."""
     sizes, programs, begin = [], 0.0, time.monotonic()
     latest = begin + 3 * SOAK_SECONDS + 240
     while time.monotonic() < begin + SOAK_SECONDS and not any(each.done() for each in running):
@@ -92,15 +92,15 @@ def memory_under(served: ServedProgram, running: list[Future[int]]) -> list[floa
 
 
 def test_soak_of_clients_of_all_kinds(tmp_path):
-    """For MOA_SOAK_SECONDS, five minutes by default: right answers, and memory is flat."""
+    """Runs MOA_SOAK_SECONDS, by default five minutes: answers are right, and memory is flat."""
     asks = mixed(40, 1)
     for ask in asks:
-        assert ask.wanted  # so that no time of the soak is spent here
+        assert ask.expected  # computed now, not during the soak
     with program(tmp_path) as served:
         opened = lambda: len(os.listdir(f"/proc/{served.process.pid}/fd"))
         assert_nothing_is_held(served)
         files, is_over = opened(), threading.Event()
-        work = crowd(served, asks, is_over)
+        work = endless_clients(served, asks, is_over)
         with ThreadPoolExecutor(len(work)) as pool:
             running = [pool.submit(each) for each in work]
             try:
@@ -111,7 +111,7 @@ def test_soak_of_clients_of_all_kinds(tmp_path):
         assert all(counts), counts
         assert_nothing_is_held(served)
         wait_for(lambda: opened() <= files + 2)
-    # A pass needs memory for itself, so what stays between passes is seen in the least size.
+    # A pass allocates memory, so the least size shows memory that stays between passes.
     third = len(sizes) // 3
     before, after = sizes[third : 2 * third], sizes[2 * third :]
     assert min(after) < min(before) * 1.03 + 10, sizes

@@ -1,4 +1,4 @@
-"""Malformed HTTP bodies: status, `param` and message of each, and the server goes on."""
+"""Malformed HTTP bodies: the status, `param` and message of each; the server continues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IMAGE = [{"type": "image_url"}]
 
 @pytest.fixture(scope="module")
 def server():
-    """A server that answers as before after all of these bodies, and has no error in its log."""
+    """Returns a server; after all bodies, its answer is unchanged, and its log has no error."""
     with Running() as server:
         good = server.post(COMPLETIONS, LONG).json()["choices"]
         yield server
@@ -89,11 +89,11 @@ def test_a_wrong_value_is_named_with_its_field(server, path, name):
 
 
 def hello_and(**message: object) -> dict:
-    """Messages, the first of which is right."""
+    """Returns messages; the first one is valid."""
     return {"messages": [*HELLO, {"role": "user", "content": "Hi."} | message]}
 
 
-ONE = [  # a path, fields, `param`, and how the message goes on after `param`
+ONE = [  # a path, fields, `param`, and the rest of the message after `param`
     (COMPLETIONS, {"model": "other"}, "model", ' "other" is not served here; ask for toy'),
     (COMPLETIONS, {"prompt": None}, "prompt", " is null: give a text or a list of token ids"),
     (COMPLETIONS, {"prompt": ""}, "prompt", ": the prompt is empty"),
@@ -157,7 +157,7 @@ NAMES = [*BOTH, *UNSUPPORTED, "prompt", "messages", "best_of", "user", "unheard_
 
 
 def malformed(draw: random.Random, path: str) -> bytes:
-    """A body with random damage, which may still be right."""
+    """Returns a body with random damage, which may still be valid."""
     body = dict(BODIES[path])
     for _ in range(draw.randint(0, 2)):
         body[draw.choice(NAMES)] = draw.choice(VALUES)
@@ -166,7 +166,7 @@ def malformed(draw: random.Random, path: str) -> bytes:
 
 
 def test_a_thousand_malformed_bodies_leave_the_server_as_it_was(server):
-    """Each has an answer or an error of OpenAI's shape."""
+    """Each body gets an answer or an error of OpenAI's shape."""
     draw, statuses = random.Random(5), Counter()
     for _ in range(1000):
         path = draw.choice(list(BODIES))
@@ -174,5 +174,5 @@ def test_a_thousand_malformed_bodies_leave_the_server_as_it_was(server):
         statuses[path, response.status_code] += 1
         if response.status_code != 200:
             error_of(response, 404 if response.status_code == 404 else 400)
-    for path in BODIES:  # some were right after all
+    for path in BODIES:  # some bodies are valid
         assert statuses[path, 200] > 30 and statuses[path, 400] > 50

@@ -1,4 +1,4 @@
-"""Several processes serve and decode as one: the texts of one process, and one end for all."""
+"""Several processes serve and decode as one: they write the same texts and end together."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def place(process: int, port: int) -> list[str]:
 
 @contextlib.contextmanager
 def other_process(folder: Path, *flags: str) -> Iterator[subprocess.Popen]:
-    """Process 1 of two, whose messages go to a file."""
+    """Runs process 1 of two; its stderr is written to a file."""
     with (folder / "other").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", *flags], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=log
@@ -73,7 +73,7 @@ def other_process(folder: Path, *flags: str) -> Iterator[subprocess.Popen]:
 
 @contextlib.contextmanager
 def two_serving(folder: Path, mesh: str) -> Iterator[tuple[ServedProgram, subprocess.Popen]]:
-    """The bundled pair on two devices, each of a process of its own, in the default mode."""
+    """Serves the bundled pair on two devices, one per process, in the default mode."""
     port = free_port()
     flags = ["--mesh", mesh, "--slots", str(SLOTS), "--max-tokens", "192", "--port", "0"]
     key = ["--api-key-file", str(folder / "keys"), "--ready-file", str(folder / "ready.json")]
@@ -89,10 +89,10 @@ def two_serving(folder: Path, mesh: str) -> Iterator[tuple[ServedProgram, subpro
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "requests", "clients"), [("data=2", 32, 16), ("tensor=2", 12, 8)])
 def test_two_processes_serve_as_one(mesh, requests, clients, tmp_path):
-    """Texts of plain decoding, whoever comes and leaves; SIGTERM ends both.
+    """Clients that stay or leave get plain decoding's texts; SIGTERM ends both processes.
 
-    Few requests where each layer of a round waits for the other process: on few cores a sum takes
-    a turn of the system's clock.
+    The test sends few requests if each layer of a round waits for the other process: on few cores,
+    a sum takes a time slice of the system.
     """
     with two_serving(tmp_path, mesh) as (served, other):
         asks = mixed(requests, 2)
@@ -107,8 +107,8 @@ def test_two_processes_serve_as_one(mesh, requests, clients, tmp_path):
         assert (served.process.wait(60), other.wait(60)) == (0, 0)
 
 
-def heard(served: ServedProgram, stream: bool) -> str:
-    """How a long answer ends: the message of an error, or the end of the connection."""
+def how_it_ended(served: ServedProgram, stream: bool) -> str:
+    """Returns the end of a long answer: an error message, or the transport error."""
     try:
         with (
             served.client() as client,
@@ -121,17 +121,17 @@ def heard(served: ServedProgram, stream: bool) -> str:
 
 
 @contextlib.contextmanager
-def asked_at_once(served: ServedProgram) -> Iterator[list[Future[str]]]:
-    """Ten clients, every other one reads a stream; some sit and some wait."""
+def ten_requests(served: ServedProgram) -> Iterator[list[Future[str]]]:
+    """Sends ten requests, every other one streamed; some of them run, and some wait."""
     with ThreadPoolExecutor(10) as pool:
-        asking = [pool.submit(heard, served, number % 2 == 0) for number in range(10)]
+        asking = [pool.submit(how_it_ended, served, number % 2 == 0) for number in range(10)]
         full = {"vllm:num_requests_running": SLOTS, "vllm:num_requests_waiting": 10 - SLOTS}
         wait_for(lambda: all(served.metric(name) >= count for name, count in full.items()))
         yield asking
 
 
 def healths(served: ServedProgram) -> list[int]:
-    """What the server says of its health until it is gone: each status once."""
+    """Returns the statuses of /health until the server is gone, each status once."""
     found: dict[int, None] = {}
     with contextlib.suppress(httpx.TransportError), served.client() as client:
         while True:
@@ -145,22 +145,22 @@ def healths(served: ServedProgram) -> list[int]:
     ("how", "line", "seconds"),
     [
         (signal.SIGKILL, "process 1 has died", 10),
-        (signal.SIGSTOP, "process 1: no sign of life for 20 s", 35),  # as where its machine is gone
+        (signal.SIGSTOP, "process 1: no sign of life for 20 s", 35),  # as on a lost machine
     ],
     ids=["killed", "silent"],
 )
-def test_a_process_that_dies_ends_the_group_and_nobody_waits(how, line, seconds, tmp_path):
-    """Rows are split between the two, so that one device alone has the others' answers."""
+def test_a_process_that_dies_ends_the_group_in_time(how, line, seconds, tmp_path):
+    """Rows are split between the two processes, so each device has half of the answers."""
     with two_serving(tmp_path, "data=2") as (served, other):
-        with asked_at_once(served) as asking, ThreadPoolExecutor(1) as looking:
+        with ten_requests(served) as asking, ThreadPoolExecutor(1) as looking:
             health = looking.submit(healths, served)
             other.send_signal(how)
-            # Whichever is noticed first: the end of the process, or a collective that breaks.
+            # The server reports the first event: the end of the process, or a failed collective.
             lines = (line, "the engine failed at this request")
             for each in asking:
                 assert each.result(60).startswith(lines)
             assert served.process.wait(seconds) == 1
-            # Unready from then on, if anybody asks before all have been answered and it ends.
+            # /health may return 503 from then on, until all requests are answered.
             assert health.result(10) in ([200, 503], [200])
     said = served.log.read_text()
     assert any(told.startswith(f"infer.serve: {line}") for told in said.splitlines())
@@ -168,8 +168,8 @@ def test_a_process_that_dies_ends_the_group_and_nobody_waits(how, line, seconds,
 
 @pytest.mark.slow
 def test_without_process_0_the_others_end(tmp_path):
-    """We notice it before jax does, which would abort; clients hear that the connection ended."""
-    with two_serving(tmp_path, "tensor=2") as (served, other), asked_at_once(served) as asking:
+    """The process exits before JAX would abort it; clients see that the connection ended."""
+    with two_serving(tmp_path, "tensor=2") as (served, other), ten_requests(served) as asking:
         served.process.kill()
         assert other.wait(30) == 1
         ends = {each.result(30) for each in asking}
@@ -179,7 +179,7 @@ def test_without_process_0_the_others_end(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_of_four_devices_decode_as_one(tmp_path):
-    """Feed-forwards and vocabularies are cut across processes; the first one alone prints."""
+    """Feed-forwards and vocabularies are split across processes; process 0 alone prints."""
     lines = [{"prompt": text} for text in ("I need a hotel.", "Hello!", "A table for two, please.")]
     flags = ["--batch", "2", "--max-new-tokens", "6", "--temperature", "0.7", "--seed", "5"]
     assert_four_devices_each_write_as_one(tmp_path, lines, *flags, "--depth", "3", mesh="tensor=8")
@@ -187,7 +187,7 @@ def test_two_processes_of_four_devices_decode_as_one(tmp_path):
 
 @pytest.mark.slow
 def test_rows_and_heads_are_cut_across_processes(pair):
-    """Each process decodes two rows of four, with a drafter that reads what each has written."""
+    """Each process decodes two of four rows; its drafter reads all tokens."""
     for path in (DEMO / "target").glob("*token*"):
         shutil.copy(path, pair / "target")
     lines = [{"prompt_ids": [1, *ids]} for ids in ([5, 6, 7, 5, 6], [9], [3, 4, 3], [8, 2, 8])]
@@ -199,7 +199,7 @@ def test_rows_and_heads_are_cut_across_processes(pair):
 def assert_four_devices_each_write_as_one(
     folder: Path, lines: list[dict], *flags: str, mesh: str
 ) -> None:
-    """Two processes write what one device writes."""
+    """Asserts that two processes write what one device writes."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = ["infer.generate", "--prompts", str(prompts), "--json", *flags]
@@ -219,7 +219,7 @@ def assert_four_devices_each_write_as_one(
 
 
 def together(first: list[str], second: list[str], *both: str, env=None) -> list[tuple]:
-    """Exit code, stdout and stderr of two processes that meet."""
+    """Returns exit code, stdout and stderr of two processes that connect to each other."""
     port, pipes = free_port(), dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     started = [
         subprocess.Popen(
@@ -237,7 +237,7 @@ def together(first: list[str], second: list[str], *both: str, env=None) -> list[
             each.kill()
 
 
-# The target's bytes that this process reads, where each has half of what is cut.
+# The share of the target's bytes that each of two processes reads.
 READ = """
 from infer.cli.flags.pair import DEMO
 from moa_jax.files import packed
@@ -259,18 +259,18 @@ def test_each_process_reads_its_own_part_of_the_weights():
 
 
 @pytest.mark.slow
-def test_two_processes_say_how_near_a_tie_was():
-    """Each has half of the vocabulary's scores; either of two tokens may be in the other half."""
+def test_two_processes_report_the_margin_of_a_tie():
+    """Each process has half of the vocabulary's scores, so a token may be in either half."""
     command = ["tests.serve.check_run", "--prompt", "Hello!", "--check", "--max-new-tokens", "4"]
     (first, _, told), (second, *_) = together(command, command, "--mesh", "tensor=2")
     assert (first.returncode, second.returncode) == (1, 1)
     (margin,) = re.findall(r"^check: .*; the target prefers plain's by (\S+)$", told, re.MULTILINE)
-    assert -100 < float(margin) < 0  # for plain's token is made up
+    assert -100 < float(margin) < 0  # plain's token is made up
 
 
 @pytest.mark.parametrize("reported", [Failure(1, "a bad file", 2), None])
-def test_a_failure_that_a_process_has_told_is_the_reason(reported, monkeypatch):
-    """The end of its connection, which is often noticed first, is not."""
+def test_a_failure_that_a_process_reports_is_the_reason(reported, monkeypatch):
+    """The end of the connection is often noticed first, but it is not the reason."""
     ended: list[Failure] = []
     group = ProcessGroup(print)
     monkeypatch.setattr(group, "end", ended.append)
@@ -296,9 +296,9 @@ class Loaded(Exception):
 
 @pytest.fixture
 def started(tmp_path, monkeypatch) -> Callable[..., None]:
-    """Runs a program as one of two processes until it would load; each call is the next one.
+    """Runs a program as one of two processes until it would load; each call is the next process.
 
-    The word of process 0 is kept here, and prompts and models lie in a folder that may change.
+    The fixture keeps the values of process 0; prompts and models are in a folder that may change.
     """
     words: dict[str, Any] = {}
     for name in ("target", "draft"):
@@ -322,7 +322,7 @@ def started(tmp_path, monkeypatch) -> Callable[..., None]:
     monkeypatch.setattr(cluster, "joined", lambda *_: contextlib.nullcontext(ProcessGroup(print)))
     monkeypatch.setattr(serve, "join_group", loaded)
     monkeypatch.setattr(serve, "group_of", loaded)
-    monkeypatch.setattr(serve.signal, "signal", lambda *_: None)  # this process is to hear SIGTERM
+    monkeypatch.setattr(serve.signal, "signal", lambda *_: None)  # SIGTERM stays with this process
     monkeypatch.setattr(generate, "load_pair", loaded)
     return start
 
@@ -333,7 +333,7 @@ def append(path: Path) -> None:
 
 
 def raised(path: Path) -> None:
-    """Another weight, in the last tensor."""
+    """Changes a weight in the last tensor."""
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""The program infer.serve: what it refuses at once, and how it listens."""
+"""The program infer.serve: refused flags, and an early SIGTERM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from infer.http.address import bind
 from infer.http.run import serve_until_signal
 
-REFUSED = {  # flags, and what the one line says
+REFUSED = {  # flags, and a part of the error
     "--host 0.0.0.0": "lets other machines in; give --api-key-file, or --open",
     "--api-key-file TMP/absent": "no such file",
     "--api-key-file TMP/empty": "it holds no keys; write one a line",

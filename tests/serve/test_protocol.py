@@ -24,7 +24,7 @@ from tests.serve.toy_server import (
 
 
 def choices_of(server: Running, body: dict[str, Any], stream: bool = False) -> list[dict]:
-    """The choices of a whole answer, or the parts of one choice's stream."""
+    """Returns the choices of a whole answer, or the parts of one choice's stream."""
     if stream:
         return [event["choices"][0] for event in server.stream(COMPLETIONS, body)[:-1]]
     return server.post(COMPLETIONS, body).json()["choices"]
@@ -33,7 +33,7 @@ def choices_of(server: Running, body: dict[str, Any], stream: bool = False) -> l
 # ---- answers --------------------------------------------------------------------------------
 
 
-def test_a_completion_is_what_the_engine_says(server):
+def test_a_completion_is_the_output_of_the_engine(server):
     body = {"prompt": "Good day.", "max_tokens": 30, "seed": 7, "temperature": 0.5, "user": "me"}
     said = server.post(COMPLETIONS, body).json()
     request = server.engine.requests[-1]
@@ -54,7 +54,7 @@ def test_a_completion_is_what_the_engine_says(server):
     }
 
 
-def test_a_chat_goes_through_the_template(server):
+def test_a_chat_is_rendered_by_the_template(server):
     response = server.post(CHATS, {"messages": HELLO, "max_tokens": 20, "model": "toy"})
     said, request = response.json(), server.engine.requests[-1]
     wanted = TOKENIZER.apply_chat_template(HELLO, add_generation_prompt=True)["input_ids"]
@@ -79,7 +79,7 @@ def test_choices_have_seeds_one_apart(server):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
-def test_a_stream_says_the_same(server, path):
+def test_a_stream_has_the_same_choices(server, path):
     body = {"n": 2, "seed": 5, "max_tokens": 25, "ignore_eos": True}
     body |= {"prompt": "Good day."} if path == COMPLETIONS else {"messages": HELLO}
     whole = server.post(path, body).json()
@@ -104,7 +104,7 @@ def test_a_stream_says_the_same(server, path):
 
 
 def answer_and_stop(server: Running, start: int = 0) -> tuple[str, str]:
-    """The answer to LONG, and a text in it that several tokens make."""
+    """Returns the answer to LONG, and a text in the answer that several tokens make."""
     (choice,) = choices_of(server, LONG | {"max_tokens": 60})
     tokens = answer_of(server.engine.requests[-1])
     before = text_of(tokens[:20])
@@ -151,7 +151,7 @@ def test_a_stop_id_ends_an_answer_without_its_text(server):
     assert choice["text"] == text_of(tokens[: end + 1])
 
 
-def test_token_ids_are_returned_to_those_who_ask(server):
+def test_token_ids_are_returned_on_request(server):
     body = LONG | {"max_tokens": 10, "return_token_ids": True}
     for stream in (False, True):
         parts = choices_of(server, body, stream)
@@ -166,7 +166,7 @@ def test_token_ids_are_returned_to_those_who_ask(server):
 @pytest.mark.parametrize("new, echo", [(20, False), (0, True), (1, True), (20, True)])
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_of_a_completion(server, new, echo, stream):
-    """With an echo the prompt's come first, and nothing precedes its first token."""
+    """With `echo`, the prompt's come first, and the first token has no log-probability."""
     prompt = "Good day, is there a cheap hotel?"
     body = LONG | {"prompt": prompt, "max_tokens": new, "logprobs": 2, "echo": echo}
     parts = choices_of(server, body, stream)
@@ -219,7 +219,7 @@ def test_the_other_paths(server):
 
 
 def test_metrics_have_the_figures_of_the_engine(server):
-    """Under the names of vLLM."""
+    """The names are those of vLLM."""
     for name, figure in (
         ("prompt_tokens", 90),
         ("prefix_cache_hits", 30),
@@ -234,7 +234,7 @@ def test_metrics_have_the_figures_of_the_engine(server):
 
 
 def test_tokens_and_times_are_counted_up_to_a_stop_text():
-    """The engine, which knows no texts, may have decoded more tokens."""
+    """The engine does not match stop texts, so it may have decoded more tokens."""
     with Running() as server:
         _, stop = answer_and_stop(server)
         server.stream(COMPLETIONS, LONG | {"max_tokens": 12})

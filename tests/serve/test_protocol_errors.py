@@ -1,4 +1,4 @@
-"""The server over a real socket: errors, limits, clients that leave, the end."""
+"""The server over a real socket: errors, limits, disconnects, and the drain."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_errors_have_openais_shape_and_the_right_status(server):
 
 
 def failure(server: Running, stream: bool, status: int) -> tuple[dict, httpx.Headers]:
-    """The error that LONG ends with, alone in a stream or with a status, and the headers."""
+    """Returns the error that LONG ends with, in a stream or with a status, and the headers."""
     response = server.post(COMPLETIONS, LONG | {"stream": stream})
     if stream:
         return json.loads(response.text.removeprefix("data: "))["error"], response.headers
@@ -42,7 +42,7 @@ def failure(server: Running, stream: bool, status: int) -> tuple[dict, httpx.Hea
 
 
 def read_until(connection: socket.socket, end: bytes) -> bytes:
-    """All that comes up to some words, which come before the connection is closed."""
+    """Returns all received data up to `end`, which must arrive before the connection closes."""
     data = b""
     while end not in data:
         assert (more := connection.recv(1 << 16)), data
@@ -74,7 +74,7 @@ def test_a_body_may_be_too_large_and_too_slow():
             assert slow.recv(1000).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_full_queue_says_when_to_come_again():
+def test_a_full_queue_sends_retry_after():
     engine = ToyEngine(slots=1, max_waiting=0)
     with Running(engine) as server:
         engine.go.clear()
@@ -89,7 +89,7 @@ def test_a_full_queue_says_when_to_come_again():
         assert server.post(COMPLETIONS, LONG).status_code == 200
 
 
-def test_a_request_that_never_fits_is_told_so():
+def test_a_request_that_never_fits_is_refused():
     with Running(ToyEngine(slots=1, max_waiting=2)) as server:
         error = error_of(server.post(COMPLETIONS, LONG | {"n": 4}), 400)
         assert error["param"] == "n" and "ask for 3 at most" in error["message"]
@@ -119,7 +119,7 @@ def test_an_answer_has_a_time_limit(stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_fault_while_tokens_become_an_answer_ends_it(stream, monkeypatch):
-    """Who asked is told at once, also in the middle of a stream, and the slot is free."""
+    """The client gets the error at once, also in the middle of a stream, and the slot is freed."""
 
     def fail(*_):
         raise RuntimeError("no such piece")
@@ -152,21 +152,21 @@ def test_a_client_that_leaves_frees_its_slots(stream):
         assert not server.named("error")
 
 
-def test_a_slow_reader_gets_everything_and_holds_nobody_up():
+def test_a_slow_reader_gets_everything_and_delays_no_other():
     engine = ToyEngine(max_tokens=7000)
     with Running(engine, send_seconds=600) as server:
         body = LONG | {"max_tokens": 6000, "stream": True, "return_token_ids": True}
         with server.socket(COMPLETIONS, body, receive_bytes=4096) as slow:
-            wait_for(lambda: engine.ended == {0: "length"}, 300)  # nothing was read
+            wait_for(lambda: engine.ended == {0: "length"}, 300)  # the client has read nothing
             assert server.post(COMPLETIONS, LONG).status_code == 200
             data = read_until(slow, b"[DONE]")
         events = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: {")]
         found = sum((json.loads(event)["choices"][0]["token_ids"] for event in events), [])
         assert found == answer_of(engine.requests[0])
-        assert len(events) < 1900  # what waited came together
+        assert len(events) < 1900  # waiting outputs were merged
 
 
-def test_a_reader_who_stops_reading_is_given_up():
+def test_a_reader_that_stops_reading_is_disconnected():
     engine = ToyEngine(max_tokens=7000)
     with Running(engine, send_seconds=0.2) as server:
         body = LONG | {"max_tokens": 6000, "stream": True, "return_token_ids": True}
@@ -178,7 +178,7 @@ def test_a_reader_who_stops_reading_is_given_up():
 
 
 @pytest.mark.parametrize("begun", [b"GET /hea", b"POST / HTTP/1.1\r\nContent-Length: 9\r\n"])
-def test_connections_that_do_not_get_on_are_closed(monkeypatch, begun):
+def test_connections_without_progress_are_closed(monkeypatch, begun):
     monkeypatch.setattr("infer.http.timeouts.REQUEST_SECONDS", 0.3)
     connect = lambda: socket.create_connection(("127.0.0.1", server.port), 10)
     with Running() as server, connect() as idle, connect() as slow:
@@ -186,14 +186,14 @@ def test_connections_that_do_not_get_on_are_closed(monkeypatch, begun):
         read_until(slow, b'"ok"')
         assert idle.recv(10) == b""
         time.sleep(0.4)
-        slow.sendall(whole)  # one that owes nothing is kept
+        slow.sendall(whole)  # an idle connection after a request is kept
         read_until(slow, b'"ok"')
         slow.sendall(begun)
         with contextlib.suppress(ConnectionResetError):
             assert slow.recv(1000) == b""
 
 
-def test_health_says_whether_the_engine_works():
+def test_health_reports_whether_the_engine_works():
     with Running() as server:
         server.engine.healthy = False
         for path in ("/health", "/ping"):
@@ -225,7 +225,7 @@ def test_a_drain_lets_answers_end_and_takes_no_new_ones():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_still_runs_after_a_drain_hears_so(stream):
+def test_a_request_that_outlives_the_drain_gets_an_error(stream):
     with Running() as server:
         server.engine.go.clear()
         with server.socket(COMPLETIONS, LONG | {"stream": stream}) as runs:

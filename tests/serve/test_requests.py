@@ -1,4 +1,4 @@
-"""Bodies of requests: the prompts, limits and settings of each; malformed ones are elsewhere."""
+"""Bodies of requests: prompts, limits and settings; test_malformed_bodies.py has invalid ones."""
 
 from __future__ import annotations
 

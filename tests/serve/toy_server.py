@@ -27,7 +27,7 @@ from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.engine import EngineStats, QueueFull, Request, RequestOutput
 from tests.meeting import PATIENCE, wait_for
 
-VOCAB, EOS, FIRST = 2048, 4, 6  # of the bundled tokenizer; ids from FIRST on are no special tokens
+VOCAB, EOS, FIRST = 2048, 4, 6  # of the bundled tokenizer; ids below FIRST are special tokens
 TOKENIZER = load_tokenizer(DEMO / "target")
 
 
@@ -45,7 +45,7 @@ LONG = {"prompt": [7, 8], "max_tokens": 400, "ignore_eos": True, "seed": 1}
 
 
 def answer_of(request: Request) -> list[int]:
-    """The toy model's answer: hashes of the last tokens and the settings; one in 40 is the end."""
+    """Returns the toy model's answer: hashes of recent tokens and settings; one in 40 ends it."""
     text, sampling = list(request.prompt_ids), request.sampling
     if not sampling.temperature:
         sampling = dataclasses.replace(sampling, seed=0)
@@ -59,13 +59,13 @@ def answer_of(request: Request) -> list[int]:
 
 
 def likely_of(token: int, top_logprobs: int) -> TokenLogprob:
-    """Log-probabilities that tell their token."""
+    """Returns log-probabilities that identify their token."""
     top = [((token + rank) % VOCAB, -float(rank)) for rank in range(top_logprobs)]
     return TokenLogprob(-token / VOCAB, top)
 
 
 class ToyEngine:
-    """`Engine` with a hash for a model; it can be held, made to fail, and keeps a diary."""
+    """`Engine` with a hash as its model; it can pause and fail, and records its calls."""
 
     def __init__(self, max_tokens: int = 512, slots: int = 2, max_waiting: int = 4) -> None:
         self.max_tokens, self.slots, self.max_waiting = max_tokens, slots, max_waiting
@@ -145,13 +145,13 @@ class ToyEngine:
 
 
 class Running:
-    """A server that listens for a `with` block, and what the tests look at."""
+    """A server that listens during a `with` block, and the state that tests read."""
 
     def __init__(
         self, engine: ToyEngine | None = None, keys: tuple[str, ...] = (), **limits: float
     ) -> None:
         self.listener = bind("127.0.0.1", 0)
-        # Of few bytes, so that those who do not read are noticed soon.
+        # A small buffer, so that a client that does not read is noticed soon.
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -186,7 +186,7 @@ class Running:
         assert not self._thread.is_alive()
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        """Sends a body: bytes as they are, other things as JSON."""
+        """Sends a body: bytes unchanged, other values as JSON."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": "application/json"} | headers
         return self.client.post(path, content=content, headers=headers)
@@ -195,13 +195,13 @@ class Running:
         return self.client.get(path, headers=headers)
 
     def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """The events of a streamed answer, the last of them "[DONE]"."""
+        """Returns the events of a streamed answer, the last of them "[DONE]"."""
         text = self.post(path, body | {"stream": True}).text
         events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
         return [event if event == "[DONE]" else json.loads(event) for event in events]
 
     def socket(self, path: str, body: dict[str, Any], receive_bytes: int = 0) -> socket.socket:
-        """A raw connection over which a request was sent."""
+        """Sends a request over a raw connection, and returns the connection."""
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         made = socket.socket()
@@ -219,7 +219,7 @@ class Running:
         return [facts for name, facts in list(self.events) if name == event]
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """Returns the sum of a metric over its labels."""
         lines = self.server.metrics.text().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.split("{")[0] == name)
 

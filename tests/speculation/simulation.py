@@ -1,9 +1,9 @@
-"""Simulated texts, without a clock: how fast a choice of draft shapes is beside fixed shapes.
+"""Speed of the draft controller beside fixed draft shapes, on simulated texts without a clock.
 
     python -m tests.speculation.simulation    figures of the draft controller
 
-Rounds take the time of a table. Rounds of a shape count what they commit on average, so that luck
-shows in the choices alone.
+Rounds take the time of a table. A round of a shape adds the mean number of committed tokens, so
+that chance affects the choices alone.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TEXTS: dict[str, list[Stretch]] = {
     "0.3 to 0.9": [even(0.3, 1500), even(0.9, 1500)],
     "0.9 to 0.3": [even(0.9, 1500), even(0.3, 1500)],
 }
-# Rows, and the range of an answer's tokens; one answer without.
+# Rows, and the range of an answer's tokens; None is one long answer.
 SETTINGS: dict[str, tuple[int, tuple[int, int] | None]] = {
     "one row": (1, None),
     "eight rows": (8, None),
@@ -84,7 +84,7 @@ def speed(
     rows: int = 1,
     answers: tuple[int, int] | None = None,
 ) -> float:
-    """Tokens per millisecond over a text. The last round of an answer is not observed."""
+    """Returns tokens per millisecond over a text. The last round of an answer is not observed."""
     rng, lengths = np.random.default_rng(seed), _lengths(answers, seed)
     ends = np.cumsum([tokens for tokens, _ in text])
     done = expected = spent = 0.0
@@ -118,7 +118,7 @@ def _lengths(answers: tuple[int, int] | None, seed: int) -> Iterator[float]:
 def fixed(
     shape: DraftShape, ms: float, text: list[Stretch], answers: tuple[int, int] | None = None
 ) -> float:
-    """Expected tokens per millisecond of one shape over a text."""
+    """Returns expected tokens per millisecond of one shape over a text."""
     total = sum(tokens for tokens, _ in text)
     return total / sum(
         stretch[0] * ms / _tokens_per_round(shape, stretch, answers) for stretch in text
@@ -145,7 +145,7 @@ def best_fixed(costs: Costs, text: list[Stretch], answers: tuple[int, int] | Non
 
 
 def figures(start: Callable[[Costs, int], tuple[Next, Observe]], setting: str) -> Figures:
-    """Figures of a setting; `start` begins a choice for a table and a number of rows."""
+    """Returns figures of a setting; `start` begins a choice for a table and a number of rows."""
     rows, answers = SETTINGS[setting]
     over_plain, over_best = [], []
     for costs in TABLES.values():
@@ -159,7 +159,7 @@ def figures(start: Callable[[Costs, int], tuple[Next, Observe]], setting: str) -
 
 
 def controlled(costs: Costs, rows: int = 1) -> tuple[Next, Observe]:
-    """A new draft controller."""
+    """Returns the functions of a new draft controller."""
     controller = DraftController(max(shape.levels for shape in costs) - 1)
     return (
         lambda: controller.next(costs),

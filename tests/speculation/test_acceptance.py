@@ -1,4 +1,4 @@
-"""Acceptance rates: what rounds of a shape state about positions, and how it decays."""
+"""Acceptance rates: the evidence of a shape's rounds about positions, and its decay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration: the cells that a table lacks, in turns, and the medians of their times."""
+"""Calibration measures missing cells in turn, and stores the medians of their times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_missing_cells_take_turns_and_the_median_is_stored():
     table.put(*CELLS[0], 9.0)
 
     def seconds(*cell) -> float:
-        """The first time compiles, the second one is stalled."""
+        """Simulates a first time with a compile, and a second one with a stall."""
         calls.append(cell)
         return (9.0, 5.0, 0.002, 0.003, 0.002, 0.002)[calls.count(cell) - 1]
 

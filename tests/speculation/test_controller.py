@@ -1,4 +1,4 @@
-"""The draft controller against simulated texts, and the parts of its choice."""
+"""The draft controller on simulated texts, and the parts of its choice."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ ANSWERS = {
 
 
 def of_new_controllers(costs: Costs, name: str, tokens: int) -> float:
-    """Mean speed of answers, each with a new controller, over that of the best fixed shape."""
+    """Returns the mean speed of answers with new controllers, over that of the best fixed shape."""
     rate, missed, _ = ANSWERS[name]
     text = [even(0.0, 1)] * missed + [even(rate, tokens - missed)]
     answers = tokens, tokens + 1
@@ -100,7 +100,7 @@ CHEAP = {NO_DRAFT: 1.3, DraftShape(3): 2.0, DraftShape(5): 2.75, DraftShape(8): 
 
 
 def in_clusters(tokens: int, seed: int) -> list[int]:
-    """The accepted drafts from each place of a text whose hard tokens stand together."""
+    """Returns the accepted drafts from each position of a text; hard tokens occur in clusters."""
     rng, right, found = np.random.default_rng(seed), 0, [0] * tokens
     for place in reversed(range(tokens)):
         right = right + 1 if rng.random() < (0.85 if right else 0.45) else 0
@@ -109,7 +109,7 @@ def in_clusters(tokens: int, seed: int) -> list[int]:
 
 
 def along(next_choice, observe, right: list[int]) -> float:
-    """Tokens per millisecond where the text, not the round, determines what is accepted."""
+    """Returns tokens per millisecond if the text, not the round, determines acceptance."""
     place = spent = 0.0
     while place < len(right):
         shape, rounds = next_choice()
@@ -122,8 +122,8 @@ def along(next_choice, observe, right: list[int]) -> float:
     return place / spent
 
 
-def test_a_text_whose_hard_tokens_stand_together():
-    """Rates of short chains promise too much of long ones there."""
+def test_a_text_with_clusters_of_hard_tokens():
+    """In such a text, rates of short chains overestimate long chains."""
     found = []
     for seed in range(4):
         right = in_clusters(6000, seed)
@@ -133,7 +133,7 @@ def test_a_text_whose_hard_tokens_stand_together():
 
 
 def of_each_stretch(text: list[Stretch]) -> float:
-    """Speed over that of the best fixed shape of each stretch."""
+    """Returns the speed over that of the best fixed shape of each stretch."""
     spent = sum(stretch[0] / best_fixed(CPU, [stretch]) for stretch in text)
     return speed(*controlled(CPU), CPU, text, 0) * spent / sum(tokens for tokens, _ in text)
 
@@ -159,7 +159,7 @@ def test_a_gain_that_the_prior_does_not_promise_is_found(monkeypatch):
 def choices(
     found: DraftController, costs: Costs, accepted: int, count: int, rows: int = 1
 ) -> list[ShapeChoice]:
-    """Choices while every round accepts the same number of drafts, or all if those are fewer."""
+    """Returns the choices if every round accepts `accepted` drafts, or all of fewer drafts."""
     made = []
     for _ in range(count):
         choice = found.next(costs)
@@ -170,7 +170,7 @@ def choices(
 
 
 def drafted_ms(made: list[ShapeChoice], costs: Costs) -> float:
-    """Time of drafted rounds beyond plain rounds, if no draft is accepted."""
+    """Returns the time of drafted rounds beyond plain rounds, if no draft is accepted."""
     return sum(rounds * (costs[shape] - costs[NO_DRAFT]) for shape, rounds in made)
 
 
@@ -204,21 +204,21 @@ def test_gains_are_kept_for_a_while_only():
 
 
 def test_no_gains_are_kept_from_plain_rounds_for_ever():
-    """A server that has decoded plainly for days may not lose an hour."""
+    """A server after days of plain decoding may not lose an hour to drafts."""
     found = DraftController(2)
     found.observe(TWO, NO_DRAFT, [], 10**6)
     assert found.debt_ms == pytest.approx(-KEPT)
 
 
 def promising() -> DraftController:
-    """A controller after fifty rounds that accepted all drafts, without a debt."""
+    """Returns a controller after fifty rounds that accepted all drafts, without a debt."""
     found = DraftController(2)
     found.acceptance.update(CHAIN, [2] * 50, 50)
     found._num_rounds = 50
     return found
 
 
-def test_drafts_pause_at_the_limit_and_go_on_when_a_round_is_repaid():
+def test_drafts_pause_at_the_limit_and_resume_when_a_round_is_repaid():
     found = promising()
     expected = {-LIMIT: (CHAIN, 8), 0: (CHAIN, 4), LIMIT - 0.6: (CHAIN, 1), LIMIT: (NO_DRAFT, 50)}
     for debt, choice in expected.items():
@@ -240,7 +240,7 @@ def test_the_time_to_catch_up_is_a_debt():
 
 @pytest.mark.parametrize("lag", [0.0, 0.005, 0.01])
 def test_drafts_that_are_accepted_again_are_found_whatever_the_lag(lag):
-    """A drafter lags further behind with each plain round; a chain may cost more than LIMIT."""
+    """The lag of a drafter grows with each plain round; a chain may cost more than LIMIT."""
     for costs in (TWO, {NO_DRAFT: 1.0, DraftShape(8): 3.4}):
         found, drafted, behind = DraftController(7), 0, 0.0
         for accepted, most in ((0, 300), (7, 3000)):
@@ -303,7 +303,7 @@ def test_a_round_counts_by_its_measured_time_unless_it_is_stalled():
 def test_gains_are_not_spent_on_probes():
     found = promising()
     found.debt_ms = -KEPT
-    costs = TWO | {CHAIN: 2.6}  # of 3 tokens at most
+    costs = TWO | {CHAIN: 2.6}  # chains of at most 3 tokens
     assert found.next(costs).shape == CHAIN and found.debt_ms == -KEPT
     found.acceptance.update(CHAIN, [0] * 14, 14)
     assert found.next(costs).shape == CHAIN and found.debt_ms == 0.0
@@ -326,7 +326,7 @@ def test_the_best_fixed_shape_is_computed_as_it_is_simulated():
 
 
 def test_plain_decoding_is_measured_again_now_and_then():
-    """Its cost may be wrong: a call that takes BUDGET of the rounds shows that."""
+    """The cost may be wrong: a call that takes BUDGET of the rounds corrects it."""
     made = choices(DraftController(7), TWO, 2, 1000)
     plain = [index for index, choice in enumerate(made) if choice.shape == NO_DRAFT]
     rounds = [

@@ -24,7 +24,7 @@ PLAIN, CHAIN, TREE = DraftShape(1), DraftShape(3), DraftShape(7, 8, 62)
 
 
 def saved(folder: Path) -> Path:
-    """The file of two calibrated shapes."""
+    """Saves the file of two calibrated shapes."""
     table = CostTable(KEY)
     table.put(1, CHAIN, 64, 1.5)
     table.put(8, TREE, 64, 4.0)
@@ -73,7 +73,7 @@ def test_one_stalled_step_changes_little():
 
 
 def test_a_shape_that_does_not_run_follows_the_machine():
-    """A chain that was last measured on a busy machine is not avoided for ever."""
+    """A chain that was last measured on a busy machine is tried again."""
     table = two_shapes()
     for _ in range(100):
         table.update(1, CHAIN, 100, 6.0)
@@ -96,7 +96,7 @@ def test_a_time_that_is_not_above_0_is_refused(ms):
         CostTable().put(1, CHAIN, 64, ms)
 
 
-def test_calibrated_costs_come_back_from_the_disk(tmp_path):
+def test_calibrated_costs_are_restored_from_the_disk(tmp_path):
     assert load_costs(tmp_path, KEY)[0].entries() == []
     path = saved(tmp_path / "made" / "now")
     table, notice = load_costs(path.parent, KEY)
@@ -187,7 +187,7 @@ def test_costs_of_another_key_are_not_used(tmp_path, field):
     assert "\n" not in notice
 
 
-def test_two_processes_keep_what_both_calibrated(tmp_path):
+def test_two_processes_keep_the_costs_of_both(tmp_path):
     saved(tmp_path)
     first, second = load_costs(tmp_path, KEY)[0], load_costs(tmp_path, KEY)[0]
     first.put(1, CHAIN, 64, 1.25)

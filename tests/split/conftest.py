@@ -1,6 +1,6 @@
-"""Servers that the tests of one file share, with a model and without, and hasty clients.
+"""Servers that the tests of one file share, with and without a model, and fast reconnects.
 
-A file whose tests use a real pair has a fixture `pair` of its own.
+A file whose tests use a real pair has its own fixture `pair`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.split.split_server import ToySlots, running
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Attempts to connect again come fast."""
+    """Shortens the time between attempts to connect."""
     monkeypatch.setattr("infer.split_client.session.FIRST_WAIT", 0.01)
     monkeypatch.setattr("infer.split_client.session.LONGEST_WAIT", 0.1)
 
@@ -33,7 +33,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def slots(pair: Pair):
-    """Slots of few sizes, and so few programs."""
+    """Returns slots with few sizes, so that few programs are compiled."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moa_jax.split.server_target.NODES", (16,))
         patch.setattr("moa_jax.split.server_target.SESSIONS", (4,))
@@ -49,5 +49,5 @@ def facts(pair: Pair) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def drafter(pair: Pair) -> ClientDrafter:
-    """Made without the target's weights: it reads from its files what the drafter borrows."""
+    """Returns a drafter that reads its borrowed weights from files, not from the target."""
     return ClientDrafter(describe_target(pair.target.folder), pair.drafter, max_tokens=64)

@@ -1,4 +1,4 @@
-"""A client of split decoding with a hash for a drafter, links that fail, a relay that spoils."""
+"""A client of split decoding with a toy drafter, failing links, and a relay with faults."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ SECONDS = 60.0  # in which any answer ends, on a busy machine too
 
 
 def guess(text: Sequence[int]) -> int:
-    """What the toy drafter says: the target's word, two times of three."""
+    """Returns the toy drafter's token: the target's token, two times of three."""
     right = next_token(list(text))
     return (right + (hashlib.md5(repr(list(text)).encode()).digest()[0] % 3 == 0)) % VOCAB
 
 
 def alone(text: Sequence[int], count: int) -> list[int]:
-    """The toy drafter's answer."""
+    """Returns the toy drafter's answer."""
     whole = list(text)
     for _ in range(count):
         whole.append(guess(whole))
@@ -73,9 +73,9 @@ def alone(text: Sequence[int], count: int) -> list[int]:
 
 
 class ToyDrafter:
-    """`ClientDrafter` with a hash for a drafter; checks that its caches would hold the text."""
+    """`ClientDrafter` with a hash as its model; checks that its caches would hold the text."""
 
-    may_draft: Callable[[], bool] = staticmethod(lambda: True)  # until it is so, chains wait
+    may_draft: Callable[[], bool] = staticmethod(lambda: True)  # chains wait until it is True
 
     def __init__(self, can_go_on: bool = True) -> None:
         self.leaves, self.cfg = SPECS, SimpleNamespace(vocab_size=VOCAB)
@@ -83,10 +83,10 @@ class ToyDrafter:
         self.reset(Sampling())
 
     def reset(self, sampling: Sampling, prompt_length: int = 0) -> None:
-        self.rows: list[tuple[str, int]] = []  # where from, and the token
+        self.rows: list[tuple[str, int]] = []  # source, and token
 
     def warm(self, counts: Sequence[int], shapes: Sequence[DraftShape] = ()) -> None:
-        """Nothing is compiled."""
+        """Compiles nothing."""
 
     def _put(self, start: int, source: str, tokens: Sequence[int]) -> None:
         assert start <= len(self.rows), "a gap in the caches"
@@ -113,7 +113,7 @@ class ToyDrafter:
         return found
 
     def tree(self, text: Sequence[int], shape: DraftShape) -> tuple[list[int], list[int]]:
-        """A chain with a sibling of each node."""
+        """Returns a chain with a sibling of each node."""
         tokens, parents, at = [], [], 0
         for token in alone(text, shape.depth - 1):
             tokens += [token, (token + 1) % VOCAB]
@@ -132,8 +132,8 @@ class ResettingProxy(Proxy):
     def reset_after(self, n_bytes: int, direction: Direction) -> None:
         """Resets one connection, at both ends, after `n_bytes` in one direction; happens once.
 
-        Bytes of all connections count, and the connection that carries the last byte is reset.
-        With 0 the connection of the next byte is reset, and that byte does not pass.
+        Bytes of all connections count, and the connection that carries the last byte is reset. With
+        0, the connection of the next byte is reset, and that byte is not forwarded.
         """
         self._in_loop(lambda: self._until_reset.update({direction: n_bytes}))
 
@@ -164,7 +164,7 @@ async def _taken(sink: socket.socket) -> None:
 
 @contextlib.contextmanager
 def linked(port: int, profile: Profile = PROFILES["loopback"]) -> Iterator[ResettingProxy]:
-    """A proxy before a server; timers that will heal it are waited for."""
+    """Runs a proxy before a server; waits at the end for timers that heal the proxy."""
     with in_thread(ResettingProxy("127.0.0.1", port, profile)) as proxy:
         try:
             yield proxy
@@ -176,10 +176,10 @@ def linked(port: int, profile: Profile = PROFILES["loopback"]) -> Iterator[Reset
 
 @dataclasses.dataclass
 class AnswerSeen:
-    """What became of one answer."""
+    """The result of one answer."""
 
     prompt: list[int]
-    new: int  # asked for
+    new: int  # requested
     tokens: list[int]
     done: str
     kept: list[bool]  # for each token
@@ -188,9 +188,9 @@ class AnswerSeen:
     shown: list[list[int]]  # the answer at each of them
 
     def check(self, policy: str = "verify", done: str = "length") -> None:
-        """Each token is the target's after those before it, or was kept as the drafter wrote it.
+        """Asserts that each token is the target's next token, or a kept token of the drafter.
 
-        With the policy verify it is the target's answer.
+        With the policy verify, the answer is the target's.
         """
         assert self.done == done and (done != "length" or len(self.tokens) == self.new)
         for index, (token, kept) in enumerate(zip(self.tokens, self.kept, strict=True)):
@@ -206,23 +206,23 @@ class AnswerSeen:
 
 
 def server_at(port: int, **changes: Any) -> ServerAddress:
-    """How toy clients speak to a server."""
+    """Returns the address of a server for toy clients."""
     given = {"codec": "float32", "timeout": 5.0} | changes
     return ServerAddress(f"ws://127.0.0.1:{port}{PATH}", PAIRING, **given)
 
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Fails if threads or open files are left behind; warnings of sockets fail by themselves."""
+    """Fails if threads or open files remain; warnings of sockets fail by themselves."""
     before = _held()
-    gc.freeze()  # what lives by now is not what the test leaves: the next searches pass over it
+    gc.freeze()  # later searches skip objects that exist before the test
     yield
-    # A server takes its time to close its own.
+    # A server closes its own sockets later.
     wait_for(lambda: all(now <= then for now, then in zip(_held(), before, strict=True)))
 
 
 def _held() -> tuple[int, int]:
-    """Threads, but for a server's, and open files."""
+    """Counts threads, except a server's, and open files."""
     gc.collect()
     names = [thread.name for thread in threading.enumerate()]
     own = [name for name in names if not name.startswith(("target", "encoder"))]
@@ -238,7 +238,7 @@ async def answered(
     act: Callable[[int, SplitClient], Any] = lambda index, answering: None,
     seconds: float = SECONDS,
 ) -> AnswerSeen:
-    """One answer; `act` is called after each event."""
+    """Returns one answer; `act` is called after each event."""
     events: list[AnswerEvent] = []
     shown: list[list[int]] = []
     total = len(prompt) + new
@@ -253,7 +253,7 @@ async def answered(
 
 
 async def left_alone() -> None:
-    """Fails if tasks of a client go on after its end."""
+    """Fails if tasks of a client run after its end."""
     end = time.monotonic() + PATIENCE
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         assert time.monotonic() < end, f"left behind: {others}"
@@ -261,18 +261,18 @@ async def left_alone() -> None:
 
 
 def is_linked(answering: SplitClient) -> bool:
-    """Whether an answer goes through a link just now."""
+    """Returns whether an answer has a link now."""
     return answering.session.link is not None
 
 
 def rest_until_linked(drafter: ToyDrafter, answering: SplitClient, most: int = 24) -> None:
-    """A drafter that has written so many tokens alone waits for a link: the toy writes faster
-    than anybody can dial."""
+    """Pauses a drafter with `most` unverified tokens until a link exists: the toy drafter writes
+    faster than a client connects."""
     drafter.may_draft = lambda: is_linked(answering) or len(answering.text.unverified) < most
 
 
 def hurry(server: ServerAddress, options: ClientOptions, seconds: float = 0.5) -> None:
-    """A client gives up on a message after this long from now on."""
+    """Lowers the time limit of messages for a client that runs."""
     object.__setattr__(server, "timeout", seconds)
     object.__setattr__(options, "patience", seconds)
 
@@ -283,7 +283,7 @@ def run_client(
     work: Callable[[SplitClient], Any],
     drafter: Any = None,
 ) -> Any:
-    """What `work` finds with a client of its own, of which nothing is left in the end."""
+    """Returns the result of `work` with a new client, and checks that the client leaves nothing."""
 
     async def working() -> Any:
         with ThreadPoolExecutor(1) as worker:
@@ -308,9 +308,9 @@ def ask(
     haste: float | None = None,
     **given,
 ) -> AnswerSeen:
-    """One answer of a client of its own, which hurries once the answer has begun if `haste` is set.
+    """Returns one answer of a new client; `haste` limits its waits after the first event.
 
-    Its start may take longer: there is no second server to try, and a machine may be busy.
+    The start may take longer: no second server exists, and the machine may be busy.
     """
     if haste is not None:
         server, options = dataclasses.replace(server), dataclasses.replace(options)
@@ -325,7 +325,7 @@ def ask(
 
 
 def failing(proxy: ResettingProxy, seed: int, share: float) -> Callable[[int, SplitClient], None]:
-    """For `answered`: a reset or a blink of the link after a share of the events."""
+    """Returns an `act` for `answered`: it cuts or resets the link after a share of the events."""
     chance = random.Random(seed)
 
     def act(index: int, answering: SplitClient) -> None:
@@ -341,21 +341,21 @@ def failing(proxy: ResettingProxy, seed: int, share: float) -> Callable[[int, Sp
     return act
 
 
-# What comes down at a place in the talk, changed: what is sent on instead of one message.
+# Maps one message to the messages that are forwarded instead; the second argument has all messages.
 Spoil = Callable[[bytes, list[bytes]], list[Any]]
 CLOSE, HANG = object(), object()
 PASSING = ["busy", "draining", "gone", "state"]  # codes of faults after which a client tries again
 
 
 def spoiler(seed: int, chances: int, share: float = 0.3) -> Spoil:
-    """Changes messages now and then, until it has done so often enough."""
+    """Returns a function that changes messages now and then, `chances` times in all."""
     chance, left = random.Random(seed), [chances]
     held: list[bytes] = []
 
     def spoil(message: bytes, seen: list[bytes]) -> list[Any]:
         ready = [message, *held]
         held.clear()
-        if left[0] and len(seen) > 2 and chance.random() < share:  # a server is there
+        if left[0] and len(seen) > 2 and chance.random() < share:  # the client has a server
             left[0] -= 1
             kind = chance.choice(["twice", "late", "never", "old", "text", "cut", "close", "fault"])
             if kind == "late":
@@ -378,9 +378,9 @@ def spoiler(seed: int, chances: int, share: float = 0.3) -> Spoil:
 
 
 class Relay:
-    """A server that carries messages to and from the one at `port`; those down it spoils.
+    """A server that forwards messages to and from the server at `port`; `spoil` changes replies.
 
-    `spoil` gets a message and all before it, and gives what to send: bytes, text, CLOSE or HANG.
+    `spoil` gets a message and all before it, and returns what to send: bytes, text, CLOSE, HANG.
     """
 
     def __init__(self, port: int, spoil: Spoil, token: str = "", tls: Any = None) -> None:
@@ -399,7 +399,7 @@ class Relay:
         await self._listening.wait_closed()
 
     async def _handle(self, client: ServerConnection) -> None:
-        # What was not read yet holds up the last words.
+        # Unread data delays the close frame.
         given = {"max_size": None, "proxy": None, "close_timeout": 0.5}
         with contextlib.suppress(websockets.WebSocketException, OSError):
             async with connect(self._url, additional_headers=self._headers, **given) as honest:
@@ -427,14 +427,14 @@ class Relay:
 
 @contextlib.contextmanager
 def relayed(port: int, spoil: Spoil, **given: Any) -> Iterator[int]:
-    """The port of a `Relay` in a thread of its own."""
+    """Returns the port of a `Relay` in its own thread."""
     with in_thread(Relay(port, spoil, **given)) as relay:
         yield relay.port
 
 
 @contextlib.contextmanager
 def serving(slots: Any, pairing: dict[str, Any], vocab_size: int, **limits: Any) -> Iterator[Any]:
-    """A server over the slots of a real pair; all of them can be taken again after it."""
+    """Runs a server over the slots of a real pair; asserts at the end that all slots are free."""
     slots.hold = threading.Event()
     server_limits = ServerLimits(
         num_slots=len(slots._slots),

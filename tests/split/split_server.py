@@ -1,4 +1,4 @@
-"""A server on a free port in a thread, over slots without a model, and a client of few words."""
+"""A server on a free port in a thread, over slots without a model, and a minimal client."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ LIMITS = protocol.MessageLimits(
 
 
 def next_token(tokens: list[int]) -> int:
-    """What the toy target says: a hash of the whole text."""
+    """Returns the toy target's next token: a hash of the whole text."""
     return hashlib.sha256(repr(tokens).encode()).digest()[0] % VOCAB
 
 
 def plain(prompt: list[int], count: int) -> list[int]:
-    """The toy target's answer."""
+    """Returns the toy target's answer."""
     text = list(prompt)
     for _ in range(count):
         text.append(next_token(text))
@@ -49,7 +49,7 @@ def plain(prompt: list[int], count: int) -> list[int]:
 
 
 def rows_of(tokens: list[int], start: int, count: int, width: int = 1) -> list[np.ndarray]:
-    """Rows that tell their token and its place."""
+    """Returns rows that identify their token and its position."""
     values = np.array([tokens[i] + i / 1024 for i in range(start, start + count)], np.float32)
     shapes = [(spec.shape[0] * width, *spec.shape[1:]) for spec in SPECS]
     return [
@@ -58,7 +58,7 @@ def rows_of(tokens: list[int], start: int, count: int, width: int = 1) -> list[n
 
 
 class ToySlots:
-    """`Slots` with a hash for a target; slow, failing and wide on demand, and it keeps a diary."""
+    """`Slots` with a hash as the target; slow, failing and wide on demand; records its calls."""
 
     def __init__(self, num_slots: int = 4, chunk: int = 8, width: int = 1) -> None:
         self.slots: list[Slot | None] = [None] * num_slots
@@ -132,7 +132,7 @@ class ToySlots:
 
 
 class RunningSplit:
-    """A server that listens, and what the tests look at."""
+    """A server that listens, and the state that tests read."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class RunningSplit:
         return httpx.get(f"http://127.0.0.1:{self.port}{path}", headers=headers)
 
     def metric(self, name: str) -> float:
-        """The value of one metric, 0 for one that has none yet."""
+        """Returns the value of one metric, 0 for one that has none yet."""
         lines = self.server.metrics.text().decode().splitlines()
         return float(next((line.split()[-1] for line in lines if line.startswith(name + " ")), 0))
 
@@ -198,7 +198,7 @@ class RunningSplit:
 def running(
     slots: ToySlots | None = None, limits: ConnectionLimits | None = None, **server_limits
 ) -> Iterator:
-    """A server for the block."""
+    """Runs a server for the block."""
     slots = slots or ToySlots()
     given = {"num_slots": len(slots.slots), "chunk": slots.chunk, "max_tokens": 512} | server_limits
     server = RunningSplit(slots, ServerLimits(**given), limits or ConnectionLimits())
@@ -210,7 +210,7 @@ def running(
 
 
 class Client:
-    """Says Hello and then what it is told; closes its socket at the end of the block."""
+    """Sends Hello, then the messages of a test; closes its socket at the end of the block."""
 
     def __init__(self, server: RunningSplit, hello: bool = True, codec: str = "float32", **options):
         url = f"ws://127.0.0.1:{server.port}{PATH}"
@@ -230,8 +230,8 @@ class Client:
         self._stack.close()
 
     def drop(self) -> None:
-        """As a link that dies: no goodbye."""
-        with contextlib.suppress(OSError):  # the server was faster
+        """Closes the link without a goodbye."""
+        with contextlib.suppress(OSError):  # the server closed first
             self.socket.socket.shutdown(socket.SHUT_RDWR)
         self._stack.close()
 
@@ -242,7 +242,7 @@ class Client:
         return protocol.decode_down(self.socket.recv(seconds), LIMITS)
 
     def reply(self) -> list[protocol.Committed]:
-        """All parts of one reply."""
+        """Returns all parts of one reply."""
         parts = [self.receive()]
         while isinstance(parts[-1], protocol.Committed) and parts[-1].more:
             parts.append(self.receive())
@@ -257,7 +257,7 @@ class Client:
         return self.reply()
 
     def resume(self, *fields):
-        """The first answer to Resume."""
+        """Returns the first answer to Resume."""
         self.send(protocol.Resume(*fields))
         return self.receive()
 
@@ -268,7 +268,7 @@ class Client:
         return verdict
 
     def answer(self, prompt: list[int], count: int) -> list[int]:
-        """An answer of at least `count` tokens, with drafts that are right now and then."""
+        """Returns an answer of at least `count` tokens; some of its drafts are right."""
         (*_, last) = self.open(prompt)
         text, seq = list(last.tokens), 0
         while len(text) < count:

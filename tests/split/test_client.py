@@ -1,4 +1,4 @@
-"""The program infer.client: what it refuses with one line, what it prints, and its exit codes."""
+"""The program infer.client: refusals of one line, its output, and its exit codes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def server(slots, facts, pair):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Files that flags name, by name."""
+    """Returns files for flags, by name."""
     folder = tmp_path_factory.mktemp("files")
     texts = {
         "token": "secret\n",
@@ -55,7 +55,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def ask(folder, server, files, run, monkeypatch):
-    """Runs the program; its exit code and what it printed. It compiles what it needs alone."""
+    """Runs the program and returns its exit code and output; it compiles its programs alone."""
     monkeypatch.setattr(ClientDrafter, "warm", lambda self, counts, shapes: None)
 
     def ask(*flags: object, port=None, url=None, draft=None) -> Done:
@@ -75,7 +75,7 @@ IDS = ["--prompt-ids", ",".join(map(str, PROMPT)), "--stop-ids", ""]
 
 
 def refused(found: Done) -> str:
-    """The one line with which the program ended."""
+    """Returns the only line of the program's error."""
     code, out, err = found
     assert (code, out) == (2, "") and err.count("\n") == 1, found
     return err
@@ -103,17 +103,17 @@ def test_split_client_refuses_with_one_line(line, ask, files, monkeypatch):
     assert REFUSED[line] in refused(ask(*line.format(**files).split()))
 
 
-def test_split_client_says_where_no_server_is(ask, server):
+def test_split_client_reports_a_missing_server(ask, server):
     wrong = f"ws://127.0.0.1:{server.port}/v2"
     assert "nothing answers there" in refused(ask(*IDS, url=wrong))
     said = refused(ask(*IDS, port=free_port()))
     assert "start infer.server there, or give --offline" in said
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, no more
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it only accepts connections
         url = f"ws://127.0.0.1:{silent.getsockname()[1]}/v1/split"
         assert "no answer in time" in refused(ask(*IDS, "--timeout", 0.2, url=url))
 
 
-def test_split_client_of_another_version_is_told_so(ask, server):
+def test_split_client_of_another_version_is_refused(ask, server):
     fault = protocol.Fault("version", "the other side speaks protocol version 1", True)
     for spoil, says in (
         (lambda message, seen: [bytes((9,)) + message[1:]], "speaks protocol version 9"),
@@ -123,7 +123,7 @@ def test_split_client_of_another_version_is_told_so(ask, server):
             assert says in refused(ask(*IDS, port=port))
 
 
-def test_split_client_of_a_server_with_no_room_is_not_told_to_start_one(ask, server, monkeypatch):
+def test_split_client_of_a_full_server_is_refused(ask, server, monkeypatch):
     limits = dataclasses.replace(server.server.limits, max_clients=0)
     monkeypatch.setattr(server.server, "limits", limits)
     said = refused(ask(*IDS))
@@ -155,7 +155,7 @@ def test_split_client_json_is_the_targets_answer_with_figures(mode, ask, pair, f
         assert sum(result["accept_lengths"]) == (0 if mode == "stream" else NEW - 1)
         assert result["bytes_down"] > result["bytes_up"] > 0
         assert result["bytes_down_per_token"] == result["bytes_down"] / NEW
-    for way in ("bytes_up", "bytes_down"):  # all of it, but what said Hello and Welcome
+    for way in ("bytes_up", "bytes_down"):  # all traffic but Hello and Welcome
         rest = found["traffic"][way] - sum(result[way] for result in found["results"])
         assert 0 < rest < 1000
 
@@ -177,8 +177,8 @@ def test_split_client_offline_is_the_drafter_alone(ask):
 
 
 @pytest.mark.parametrize("policy", ["verify", "keep"])
-def test_disconnect_program_says_it_and_exits_with_0(policy, ask, server, pair, monkeypatch):
-    """The link is cut after the first bytes of the answer, and comes back."""
+def test_disconnect_program_reports_it_and_exits_with_0(policy, ask, server, pair, monkeypatch):
+    """The link is cut after the first bytes of the answer, and returns later."""
     monkeypatch.setattr("infer.split_client.session.FIRST_WAIT", 0.01)
     with in_thread(ResettingProxy("127.0.0.1", server.port)) as proxy:
         proxy.reset_after(6000, "down")
@@ -193,8 +193,8 @@ def test_disconnect_program_says_it_and_exits_with_0(policy, ask, server, pair, 
 
 
 @pytest.mark.slow
-def test_split_client_knows_certificates(ask, server, tmp_path):
-    """A certificate without a signature, and the right one."""
+def test_split_client_checks_certificates(ask, server, tmp_path):
+    """A certificate without a signature is refused, and the right one is accepted."""
     cert, key = certificate(tmp_path)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(cert, key)

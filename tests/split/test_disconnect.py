@@ -1,4 +1,4 @@
-"""Answers of split clients whose links are cut, refused, reset, slow or dead, and well again."""
+"""Answers of split clients whose links are cut, refused, reset, slow or dead, and then healed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BOTH_POLICIES = pytest.mark.parametrize("policy", ["verify", "keep"])
 
 @pytest.fixture
 def proxy(server):
-    """A link to the server that can fail."""
+    """Returns a link to the server that can fail."""
     with linked(server.port) as found:
         yield found
 
@@ -60,7 +60,7 @@ def test_disconnect_text_is_the_targets_or_was_kept(server, name, seed, policy):
 
 
 def test_disconnect_before_the_first_answer_is_an_error_and_later_not(proxy):
-    """Without a server there is none at the start; an answer after one is begun alone."""
+    """Without a server, the first answer raises; after one answer, the client drafts alone."""
 
     async def work(answering):
         proxy.refuse()
@@ -84,11 +84,11 @@ def test_disconnect_before_the_first_answer_is_an_error_and_later_not(proxy):
 @BOTH_POLICIES
 @pytest.mark.parametrize("seed", range(4))
 def test_disconnect_while_the_prompt_is_read(proxy, policy, seed):
-    """The rows of a long prompt come in parts; they and the way there are cut anywhere."""
+    """The rows of a long prompt arrive in parts; the link is cut at any byte."""
     prompt = [seed * 7 % 97, *range(60)]
 
     async def work(answering):
-        await answered(answering, [5], 3)  # the server is known
+        await answered(answering, [5], 3)  # first contact
         proxy.reset_after(random.Random(seed).randrange(2500), "down")
         return await answered(answering, prompt, NEW)
 
@@ -108,8 +108,8 @@ def test_disconnect_for_good_ends_alone(proxy, name, policy):
     found.check("keep")
 
 
-def test_disconnect_for_good_without_a_drafter_to_go_on(proxy):
-    """A drafter that only makes trees waits for a link, and gives up in time."""
+def test_disconnect_for_good_without_a_drafter_of_chains(proxy):
+    """A drafter that only makes trees waits for a link, and ends after a time limit."""
     drafter = ToyDrafter(can_go_on=False)
     options = dataclasses.replace(TREE, reconnect_seconds=0.3)
     refuse = lambda index, _: proxy.refuse() if index == 5 else None
@@ -119,8 +119,8 @@ def test_disconnect_for_good_without_a_drafter_to_go_on(proxy):
 
 @BOTH_POLICIES
 @pytest.mark.parametrize("stop", range(0, 97, 16))
-def test_disconnect_stop_id_in_what_was_written_alone(proxy, policy, stop):
-    """A stop of the drafter's ends the answer if it is kept; else only if it is the target's."""
+def test_disconnect_stop_id_in_tokens_drafted_alone(proxy, policy, stop):
+    """A stop token of the drafter ends the answer if it is kept, or if it is the target's token."""
 
     def act(index, answering):
         if index == 3:
@@ -136,7 +136,7 @@ def test_disconnect_stop_id_in_what_was_written_alone(proxy, policy, stop):
 
 @BOTH_POLICIES
 def test_disconnect_session_that_is_gone_is_replayed(server, proxy, policy):
-    """The slot was given away, or the server is another one: all tokens start it again."""
+    """The session was closed, or the server is a new one: the client sends all tokens again."""
     drafter, gone = ToyDrafter(), []
 
     def act(index, answering):
@@ -159,11 +159,11 @@ def test_disconnect_session_that_is_gone_is_replayed(server, proxy, policy):
     found.check(policy)
 
 
-# Servers that are full, drain, or know another token
+# Servers that are full, drain, or have another token
 
 
 def test_disconnect_server_that_drains_is_left_and_found_again():
-    """SIGTERM to one server, another at its place: the answer goes on there."""
+    """One server gets SIGTERM, and another one takes its place: the answer continues there."""
     with running(ToySlots(2)) as first, running(ToySlots(2)) as second:
         with linked(first.port) as proxy:
 
@@ -180,7 +180,7 @@ def test_disconnect_server_that_drains_is_left_and_found_again():
 
 @pytest.mark.parametrize("last", [1, 3, 6, 8])
 def test_disconnect_client_that_is_stopped_leaves_nothing(server, last):
-    """The reader of an answer goes away at any event, with a link and without."""
+    """The reader of an answer stops at any event, with and without a link."""
 
     async def work(answering):
         events = answering.answer(PROMPT, 20 + NEW, [], Sampling())
@@ -202,12 +202,12 @@ def test_disconnect_client_that_is_stopped_leaves_nothing(server, last):
     assert found == plain(PROMPT, NEW)[:2][: len(found)]
 
 
-# Links that are slow or dead, and what is kept of them
+# Links that are slow or dead, and kept tokens
 
 
 @pytest.mark.slow
 def test_split_client_waits_for_a_server_that_lives():
-    """It compiles, say: no reply comes for long, but pongs do."""
+    """A server that compiles sends no reply for a long time, but it sends pongs."""
     with running(ToySlots(2)) as slow, nothing_left():
         slow.slots.seconds = 2.5
         found = ask(server_at(slow.port, timeout=2.0), CHAIN, PROMPT[:3], 1)
@@ -230,4 +230,4 @@ def test_split_client_does_not_wait_for_a_link_that_is_dead(proxy):
     found = ask(address, CHAIN, PROMPT, NEW, act=act)
     found.check()
     assert found.counts.drops >= 1
-    assert times[3] - times[2] < 20  # far below what a reply may take
+    assert times[3] - times[2] < 20  # far below the time limit of a reply

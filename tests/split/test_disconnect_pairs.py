@@ -1,4 +1,4 @@
-"""Real pairs over links that fail: the same tokens as without a network, and a server killed."""
+"""Real pairs over failing links write the same tokens as without a network; a server is killed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=[1, 0], ids=["n1", "n0"])
 def pair(request, tmp_path_factory):
-    """A random pair that agrees now and then; the drafter reuses this many layers."""
+    """Returns a random pair; the drafter reuses this many layers, and some drafts are accepted."""
     return random_pair_of("llama", request.param, tmp_path_factory.mktemp("pair"))
 
 
@@ -80,7 +80,7 @@ CASES = [  # the drafter's N, settings, options and policy
 def test_disconnect_real_pair_writes_what_one_process_writes(
     pair, facts, server, drafter, law, name, policy
 ):
-    """After each part that was kept stands what the target writes after exactly that text."""
+    """After each kept part, the tokens are those that the target writes after that text."""
     options, drops = dataclasses.replace(OPTIONS[name], policy=policy), 0
     for seed in range(3):
         with linked(server.port) as proxy:
@@ -101,7 +101,7 @@ def test_disconnect_real_pair_writes_what_one_process_writes(
     assert drops
 
 
-# The bundled pair, in a process of its own
+# The bundled pair, in a separate process
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def program(tmp_path):
 
 @pytest.fixture(scope="module")
 def demo():
-    """The bundled pair: its own plain decoding, the client drafter, and facts."""
+    """Returns the bundled pair: its plain decoding, the client drafter, and facts."""
     target = load_target(DEMO / "target", jnp.float32)
     drafter = load_drafter(DEMO / "draft", target, dtype=jnp.float32)
     client_drafter = ClientDrafter(describe_target(DEMO / "target"), drafter, max_tokens=512)
@@ -128,7 +128,7 @@ def demo():
 
 
 def questions(count: int) -> list[list[int]]:
-    """Prompts of the bundled questions."""
+    """Returns prompts of the bundled questions."""
     tokenizer = load_tokenizer(DEMO / "target")
     turns = [
         [{"role": "user", "content": json.loads(line)["turns"][0]}]
@@ -141,8 +141,8 @@ def questions(count: int) -> list[list[int]]:
 DEMO_OPTIONS = ClientOptions(lengths=(1, 3, 7), reconnect_seconds=240, patience=240)
 
 
-def test_disconnect_server_is_killed_and_comes_back(demo, program):
-    """kill -9 in the middle of an answer; another process at the same port replays it."""
+def test_disconnect_server_is_killed_and_restarted(demo, program):
+    """kill -9 ends the server in the middle of an answer; a new process replays it."""
     session, client_drafter, facts = demo
     process, port = program()
     (prompt,) = questions(1)
@@ -169,10 +169,10 @@ NETWORKS = ["loopback", "4g", "far"]
 
 
 def test_disconnect_many_questions_over_three_networks(demo, program):
-    """The same tokens as local plain decoding over each network, whatever happens on the way:
+    """The tokens equal local plain decoding over each network.
 
-    links are cut, refused and reset at random bytes; messages come twice, late, never, cut short or
-    again after a while. All networks at once.
+    Links are cut, refused and reset at random bytes; messages arrive twice, late, never, truncated,
+    or again after a while. All networks run at once.
     """
     session, client_drafter, facts = demo
     _, port = program()
@@ -188,7 +188,7 @@ def test_disconnect_many_questions_over_three_networks(demo, program):
                     for index, p in enumerate(prompts)
                 ]
 
-            # What never comes costs as much as this.
+            # A lost message costs this time.
             options = dataclasses.replace(DEMO_OPTIONS, patience=8)
             found = run_client(at(proxy.port, facts, 8), options, work, client_drafter.twin())
             proxy.heal()
@@ -203,7 +203,7 @@ def test_disconnect_many_questions_over_three_networks(demo, program):
 
 
 def test_disconnect_soak_of_32_clients(demo, program):
-    """Bounded in time by MOA_SOAK_SECONDS: right answers, and the server's memory is flat."""
+    """MOA_SOAK_SECONDS limits the time: answers are right, and the server's memory is flat."""
     session, client_drafter, facts = demo
     process, port = program(0, "--slots", "16", "--queue-seconds", "200")
     prompts = questions(8)
@@ -235,7 +235,7 @@ def test_disconnect_soak_of_32_clients(demo, program):
                 sizes.append(int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20)
                 time.sleep(1)
         assert all(client.result() for client in running)
-    # A pass needs memory for itself, so what stays between passes is seen in the least size.
+    # A pass allocates memory, so the least size shows memory that stays between passes.
     third = len(sizes) // 3
     before, after = sizes[third : 2 * third], sizes[2 * third :]  # all programs are compiled
     assert min(after) < min(before) * 1.03 + 10, sizes

@@ -1,4 +1,4 @@
-"""Answers of split clients whose server says what it should not, or fails at one message."""
+"""Answers of split clients whose server sends wrong replies, or fails at one message."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("impatient")
 
 
 def relays(server, spoil, options: ClientOptions = CHAIN, **given):
-    """An answer of a client that hurries once the server has opened a session."""
+    """Returns an answer of a client that limits its waits once the server has opened a session."""
     options = dataclasses.replace(options)
 
     def spoil_in_haste(message, seen):
@@ -55,7 +55,7 @@ def test_disconnect_messages_twice_late_never_and_broken(server, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_disconnect_bits_that_flip_end_no_client(server, seed):
-    """What is forged and fits is believed; nothing else happens."""
+    """The client accepts a valid forged reply; it raises no error."""
     chance = random.Random(seed)
 
     def spoil(message, seen):
@@ -74,8 +74,8 @@ def test_disconnect_bits_that_flip_end_no_client(server, seed):
 
 
 @pytest.mark.parametrize("skips", [True, False], ids=["this server", "an earlier server"])
-def test_disconnect_stream_goes_on_after_the_parts_that_came(server, skips, monkeypatch):
-    """A server that cannot skip streamed parts sends all of them again, as earlier ones do."""
+def test_disconnect_stream_resumes_after_the_received_parts(server, skips, monkeypatch):
+    """A server that cannot skip streamed parts sends all of them again, as earlier servers do."""
     if not skips:
         add = ReplyBuffer.add
         without_end = lambda reply, part, complete, end=0: add(reply, part, complete)
@@ -112,7 +112,7 @@ FORGED = {
 
 @pytest.mark.parametrize("name", FORGED)
 def test_disconnect_replies_that_do_not_fit_are_lost_links(server, name):
-    """Always the same wrong reply: the answer ends alone, soon after it is written."""
+    """If the same reply is always wrong, the client completes the answer alone and ends soon."""
 
     def spoil(message, seen):
         if message[1] == 67 and len(seen) > 8:
@@ -128,7 +128,7 @@ def test_disconnect_replies_that_do_not_fit_are_lost_links(server, name):
 @pytest.mark.parametrize("kind", ["Opened", "Committed", "Resumed"])
 @pytest.mark.parametrize("then", [CLOSE, HANG, "flood", "denied"])
 def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
-    """Once the answer has begun, every message of a kind is replaced."""
+    """Once the answer has begun, every message of one kind is replaced."""
     number = {"Opened": 66, "Committed": 67, "Resumed": 68}[kind]
     fault = protocol.encode(protocol.Fault("pairing", "no", True))
 
@@ -142,4 +142,4 @@ def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
     options = dataclasses.replace(CHAIN, reconnect_seconds=30 if kind == "Opened" else 0.5)
     with relayed(server.port, spoil) as port:
         found = ask(server_at(port), options, PROMPT, NEW, haste=0.3)
-    found.check("verify" if kind == "Opened" else "keep")  # which is not needed to resume
+    found.check("verify" if kind == "Opened" else "keep")  # a resume sends no Opened

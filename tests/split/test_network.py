@@ -1,4 +1,4 @@
-"""Networks for tests: what a link does to a segment, and the proxy with its faults."""
+"""Networks for tests: the delays of a link, and the proxy with its faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def clean() -> Iterator[None]:
 
 @contextlib.contextmanager
 def linked() -> Iterator[tuple]:
-    """A proxy, and the two ends of one connection through it."""
+    """Returns a proxy, and the two ends of one connection through the proxy."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(PATIENCE)
         with in_thread(Proxy(*listener.getsockname(), PROFILES["loopback"])) as proxy:
@@ -39,7 +39,7 @@ def dial(proxy: Proxy) -> socket.socket:
 
 
 def receive(end: socket.socket, size: int) -> bytes:
-    """So many bytes, or fewer where the stream ends."""
+    """Returns `size` bytes, or fewer at the end of the stream."""
     data = b""
     while len(data) < size and (more := end.recv(size - len(data))):
         data += more
@@ -47,15 +47,15 @@ def receive(end: socket.socket, size: int) -> bytes:
 
 
 def is_silent(*ends: socket.socket) -> bool:
-    """Whether nothing comes for a tenth of a second, not even an end."""
+    """Returns whether no end receives data or an end of stream for a tenth of a second."""
     return not select.select(ends, [], [], 0.1)[0]
 
 
-# What one direction of a link does.
+# One direction of a link.
 
 
 def test_a_lane_delays_and_paces():
-    lane = Lane(Profile("", delay_ms=10.0, rate_mbit=8.0), 0, "up")  # a byte in a microsecond
+    lane = Lane(Profile("", delay_ms=10.0, rate_mbit=8.0), 0, "up")  # a byte takes a microsecond
     assert lane.due(1.0, 1000) == pytest.approx(1.011)
     assert lane.due(1.0, 1000) == pytest.approx(1.012)  # it waits for the first one
     assert lane.due(5.0, 500) == pytest.approx(5.0105)
@@ -87,9 +87,9 @@ def test_cut_is_silent_and_heal_delivers_the_rest():
         server.sendall(b"unheard")
         assert is_silent(server, client)
         wait_for(lambda: proxy.carried == {"up": 6, "down": 0})
-        with dial(proxy) as late:  # taken, and then nothing
+        with dial(proxy) as late:  # accepted, then silent
             assert is_silent(late)
-            assert is_silent(listener)  # the target knows nothing of it
+            assert is_silent(listener)  # the target has no such connection
             proxy.heal()
             assert receive(server, 99) == b"while cut"
             assert receive(client, 7) == b"unheard"

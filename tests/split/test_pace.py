@@ -1,4 +1,4 @@
-"""How much to draft: the choice is the best by what was measured, whatever was measured."""
+"""The draft length is the best one by the measured times, for any measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTHS = [1, 2, 3, 4, 6, 8]
 
 
 def seen(reply_s: float, token_s: float, rate: float, rounds: int = 200) -> DraftPace:
-    """A pace that saw rounds of 8 drafts, each right with this probability."""
+    """Returns a pace after rounds of 8 drafts with this acceptance rate."""
     chance, pace = random.Random(0), DraftPace(LENGTHS)
     for _ in range(rounds):
         accepted = next((k for k in range(8) if chance.random() >= rate), 8)
@@ -30,7 +30,7 @@ def test_pace_learns_how_often_drafts_are_right():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_pace_choice_is_the_best_by_its_own_law(seed):
+def test_pace_choice_is_the_best_by_its_own_estimate(seed):
     chance = random.Random(seed)
     pace = DraftPace(sorted(chance.sample(range(1, 20), chance.randrange(1, 7))))
     for _ in range(chance.randrange(60)):

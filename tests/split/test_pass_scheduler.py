@@ -1,4 +1,4 @@
-"""Chunks of prompts and passes of a shared target, and their order."""
+"""The order of prompt chunks and passes of a shared target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infer.split_server.pass_scheduler import (
 
 
 def read_all(chunks_of: dict[str, int], coming: dict[int, tuple[str, int]]) -> str:
-    """The chunks in their order; `coming` has prompts by the turn in which they come."""
+    """Returns the chunks in their order; `coming` maps a turn to the prompts that arrive then."""
     picker, left, read = PromptPicker(), dict(chunks_of), ""
     while left:
         left |= dict([coming.pop(len(read))]) if len(read) in coming else {}
@@ -28,7 +28,7 @@ def test_short_prompts_pass_by_a_long_one_that_still_gets_every_other_chunk():
     assert read_all({"A": 5}, {1: ("B", 1), 3: ("C", 1)}) == "AABACAA"
 
 
-def test_a_stream_of_short_prompts_starves_nobody():
+def test_a_stream_of_short_prompts_starves_no_prompt():
     coming = {turn: (chr(ord("a") + turn), 1) for turn in range(20)}
     assert read_all({"A": 6}, coming)[:10] == "AaAbAcAdAA"
 
@@ -37,7 +37,7 @@ def test_a_stream_of_short_prompts_starves_nobody():
 
 
 class Driver:
-    """Prompts that are left to be read, and answers with the widths of their rows."""
+    """Prompts with unread tokens, and answers with the widths of their rows."""
 
     def __init__(self, left: dict[str, int], widths: dict[str, int]) -> None:
         self.left, self.widths = left, widths
@@ -53,7 +53,7 @@ class Driver:
         )
 
     def step(self) -> list[str]:
-        """The prompts whose chunks were read, then the rows of the pass."""
+        """Returns the prompts whose chunks were read, then the rows of the pass."""
         found = []
         for piece in self.scheduler.schedule():
             found.append("".join(piece.rows) if isinstance(piece, DecodePass) else piece.of)
@@ -73,7 +73,7 @@ def test_a_step_is_a_chunk_and_then_a_pass():
 
 
 def test_a_wide_row_has_a_pass_of_its_own():
-    """The oldest goes first, with those that fit to it."""
+    """The oldest row is first, with the rows that fit beside it."""
     driver = Driver({}, {"a": 1, "b": 8, "c": 4, "d": 2, "e": 4})
     assert driver.step() == ["acd"]
     driver.widths = {"b": 8, "e": 1, "f": 32}

@@ -1,4 +1,4 @@
-"""Messages and rows of split decoding: what goes out comes in, and nothing else does."""
+"""Messages and rows of split decoding are decoded unchanged; any other bytes are refused."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LIMITS = protocol.MessageLimits(
     max_tokens=64, max_nodes=9, max_rows=16, max_bytes=9000, max_stops=3, max_text=80, vocab_size=99
 )
 SECRET = "s3cret"
-SEED = 3  # of EXAMPLES; one whose protocol.Committed has more parts to come
+SEED = 3  # of EXAMPLES; in one, protocol.Committed has more parts to come
 CODECS = ("float32", "bfloat16", "int8")
 NAN = float("nan")
 
 
 def random_messages(seed: int) -> list[Any]:
-    """One message of each kind within LIMITS."""
+    """Returns one message of each kind within LIMITS."""
     rng = np.random.default_rng(seed)
     tokens = lambda most, least=1: rng.integers(
         LIMITS.vocab_size, size=rng.integers(least, most + 1)
@@ -68,7 +68,7 @@ def raw_fields(message: Any) -> dict[str, Any]:
 
 
 def raw(message: type, fields: Any) -> bytes:
-    """What a broken or hostile peer may send."""
+    """Returns a message that a broken or hostile peer may send."""
     return bytes((protocol.VERSION, protocol.KIND_OF[message])) + msgpack.packb(fields)
 
 
@@ -85,7 +85,7 @@ def refused(data: Any, message: type) -> str:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_messages_come_back(seed):
+def test_messages_survive_a_round_trip(seed):
     messages = random_messages(seed)
     assert [type(message) for message in messages] == list((protocol.UP | protocol.DOWN).values())
     for message in messages:
@@ -128,7 +128,7 @@ MALFORMED: list[tuple[type, str, list[Any]]] = [  # values that a field refuses
 def test_malformed_fields_are_refused_by_their_names(message, name, values):
     for value in values:
         said = refused(raw(message, raw_fields(of(message)) | {name: value}), message)
-        # What msgpack refuses has no field yet.
+        # Bytes that msgpack refuses have no field yet.
         assert said.startswith((f"{message.__name__}.{name} ", f"{message.__name__} is no")), value
 
 
@@ -147,7 +147,7 @@ def test_fields_that_contradict_each_other_are_refused():
 
 @pytest.mark.parametrize("message", [type(m) for m in EXAMPLES], ids=lambda m: m.__name__)
 def test_malformed_frames_are_refused(message):
-    """Of other fields, in the wrong direction, of another version, and of no form at all."""
+    """Frames have other fields, the wrong direction, another version, or no valid form."""
     fields = raw_fields(of(message))
     for name in fields:
         less = {k: v for k, v in fields.items() if k != name}
@@ -194,7 +194,7 @@ ALL_WAYS = [
 
 
 @pytest.mark.parametrize("specs, codec, compress", ALL_WAYS)
-def test_rows_come_back_as_exactly_as_their_codec_can(specs, codec, compress):
+def test_rows_survive_a_round_trip_within_the_precision_of_their_codec(specs, codec, compress):
     assert [bytes_per_token(SPECS["8B"], codec) for codec in CODECS] == [4096, 2048, 1056]
     for count in (0, 1, 7, 128):
         sent = random_rows(specs, count, seed=count)
@@ -247,7 +247,7 @@ def test_rows_that_are_not_finite_are_refused(codec):
 
 
 def peak_bytes(function: Callable[..., Any], *arguments: Any) -> int:
-    """The most memory that a call allocated on top of what was there."""
+    """Returns the peak memory that a call allocates on top of the memory in use."""
     tracemalloc.start()
     try:
         function(*arguments)
@@ -256,7 +256,7 @@ def peak_bytes(function: Callable[..., Any], *arguments: Any) -> int:
         tracemalloc.stop()
 
 
-def test_a_decompression_bomb_never_goes_off():
+def test_a_decompression_bomb_is_refused():
     bomb, specs = zlib.compress(bytes(32 << 20), 9), SPECS["8B"]
     assert len(bomb) < 1 << 16
     assert "do not hold" in refusal(unpack, bomb, 3, specs, "bfloat16", True)
@@ -264,7 +264,7 @@ def test_a_decompression_bomb_never_goes_off():
 
 
 def test_headers_that_promise_much_allocate_little():
-    """Containers in containers, each of them said to hold all that the limits allow."""
+    """Nested containers declare as many entries as the limits allow."""
     limits = dataclasses.replace(LIMITS, max_bytes=1 << 20)
     for header in (b"\xdd\x00\x01\x00\x00", b"\xdf\x00\x00\x00\x20\xa1a", b"\xc6\xff\xff\xff\xff"):
         body = header * (limits.max_bytes // len(header) - 2)
@@ -276,14 +276,14 @@ def test_headers_that_promise_much_allocate_little():
 # ---- hostile bytes ------------------------------------------------------------------------
 
 TRIALS = 1000
-PARTS = [  # of msgpack: heads of each sort, often with more promised than there is
+PARTS = [  # msgpack headers of each kind, often with larger lengths than the data
     *(bytes((head,)) for head in b"\xc0\xc1\xc2\xc3\x80\x81\x8f\x90\x9f\xa1\xff"),
     *(bytes((head,)) + size for head in range(0xC4, 0xE0) for size in (b"\xff" * 4, b"\0\0\0\1")),
 ]
 
 
 def flipped(data: bytes, rng: np.random.Generator) -> bytes:
-    """A few bits changed, anywhere."""
+    """Flips a few bits at any place."""
     found = np.frombuffer(data, np.uint8).copy()
     for place in rng.integers(8 * len(found), size=rng.integers(1, 4)):
         found[place // 8] ^= 1 << (place % 8)
@@ -291,19 +291,19 @@ def flipped(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def overwritten(data: bytes, rng: np.random.Generator) -> bytes:
-    """Noise in the place of a piece, or between two bytes."""
+    """Replaces a piece with noise, or inserts noise between two bytes."""
     start, length = rng.integers(len(data)), rng.integers(8)
     return data[:start] + rng.bytes(rng.integers(1, 9)) + data[start + length :]
 
 
 def nested(data: bytes, rng: np.random.Generator) -> bytes:
-    """Heads of msgpack, one behind the other, after a right beginning."""
+    """Returns msgpack headers, one after the other, after a valid beginning."""
     return data[:2] + b"".join(PARTS[k] for k in rng.integers(len(PARTS), size=rng.integers(40)))
 
 
 @pytest.mark.parametrize("mutate", [flipped, overwritten, nested])
 def test_hostile_messages_are_read_or_refused(mutate):
-    """A refusal shows nothing of its input; what is read is a message that comes back."""
+    """A refusal shows nothing of its input; an accepted message is encoded unchanged."""
     valid = [encode(message) for seed in range(20) for message in random_messages(seed)]
     rng, refused = np.random.default_rng(7), 0
     for trial in range(TRIALS):

@@ -1,4 +1,4 @@
-"""The two halves of a step, without a network: what a split pair writes is plain decoding's."""
+"""Client and server halves of a step, without a network, write plain decoding's text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TREE = DraftShape(4, 3, 8)
 
 
 class Split:
-    """Both halves, and the client's side of a session: text and what the target has verified."""
+    """Both halves, and the client's session: the text, and the number of verified tokens."""
 
     def __init__(self, slots: TargetSlots, drafter: ClientDrafter) -> None:
         self.slots, self.drafter = slots, drafter
@@ -36,7 +36,7 @@ class Split:
         self.done = ""
 
     def open(self, prompt, sampling: Sampling, new: int = NUM_NEW, num_given: int = 0) -> None:
-        """The last `num_given` tokens of the prompt are an answer's, the target's till then."""
+        """Opens a slot; the last `num_given` tokens of the prompt belong to the target's answer."""
         length = len(prompt) - num_given
         self.drafter.reset(sampling, length)
         self.slot = self.slots.open(sampling, NO_STOP, length + new, length)
@@ -70,7 +70,7 @@ class Split:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Pair:
-    """A random pair that agrees now and then."""
+    """Returns a random pair; some of its drafts are accepted."""
     return random_pair_of("llama", 1, tmp_path_factory.mktemp("pair"))
 
 
@@ -85,7 +85,7 @@ def test_split_rounds_accept_what_those_of_one_process_accept(pair, slots, draft
 
 @pytest.mark.slow
 def test_split_sessions_share_a_pass_without_touching_each_other(pair, slots, drafter):
-    """Three sessions of their own laws, in passes of one, two or three of them."""
+    """Three sessions with different sampling settings share passes of one, two or three rows."""
     splits = [Split(slots, drafter.twin()) for _ in PROMPTS]
     for split, prompt, law in zip(splits, PROMPTS, LAWS, strict=True):
         split.open(prompt, law)
@@ -103,14 +103,14 @@ def test_split_sessions_share_a_pass_without_touching_each_other(pair, slots, dr
     assert slots._slots == [None] * 4
 
 
-def test_split_goes_on_alone_and_what_it_wrote_is_a_draft(pair, slots, drafter):
-    """Tokens written alone are verified as a chain: the text is the target's again."""
+def test_split_client_drafts_alone_and_the_target_verifies_later(pair, slots, drafter):
+    """A chain drafted offline is verified later: the text is the target's again."""
     (plain,) = pair.plain.generate(PROMPTS[:1], NUM_NEW, NO_STOP)
     split = Split(slots, drafter)
     split.open(PROMPTS[0], Sampling())
     split.take(slots.verify([split.draft(3)])[0])
     alone = []
-    while len(alone) < 10:  # in calls of three, as they are shown
+    while len(alone) < 10:  # in calls of three tokens
         alone += drafter.chain([*split.text, *alone], split.known, 3)
     assert alone == drafter.chain(split.text, split.known, 12)
     split.take(slots.verify([DraftRequest(split.slot, alone, list(range(12)))])[0])
@@ -128,7 +128,7 @@ def test_split_counts_an_answer_that_is_read(pair, slots, drafter):
 
 
 def test_split_stop_ids_within_a_prompt_end_nothing(slots):
-    """A chunk of a prompt may end with one, as after each turn of a chat."""
+    """A chunk of a prompt may end with a stop id, as after each turn of a chat."""
     slot = slots.open(Sampling(), [6], 20, 4)
     slots.read(slot, [5, 6], pick_root=False)
     (*_, root), done = slots.read(slot, [7, 8], pick_root=True)[2:4]
@@ -138,7 +138,7 @@ def test_split_stop_ids_within_a_prompt_end_nothing(slots):
 
 
 def test_split_sides_choose_the_format_of_their_weights(pair, slots):
-    """A client in int8 drafts for a target that is not: the text is the target's, on its own."""
+    """A client in int8 drafts for a target in float32: the text is the target's."""
     described = describe_target(pair.target.folder)
     options = {"target_layer_inference": pair.drafter.config.target_layer_inference}
     small = load_drafter(pair.drafter.folder, described, weights="int8", **options)

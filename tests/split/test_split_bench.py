@@ -1,4 +1,4 @@
-"""infer.bench --split: what is counted over toy servers, its table, and one network for real."""
+"""infer.bench --split: counts over toy servers, its table, and one real network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEW = 24
 
 
 def toy_bench(*modes: str, **flags) -> SplitBench:
-    """What is measured, over a toy pair."""
+    """Returns the benchmark of a toy pair."""
     args = parser_of("").parse_args(["--codec", "float32", "--client-slowdown", "1"])
     vars(args).update({"max_new_tokens": NEW, "modes": list(modes)} | flags)
     drafter = SimpleNamespace(method="moa", folder=Path("toy"))
@@ -32,7 +32,7 @@ def toy_bench(*modes: str, **flags) -> SplitBench:
     return SplitBench(args, target, drafter, ToyDrafter(), PAIRING, 128, PROMPTS, own, [1.0])
 
 
-def test_split_bench_counts_what_each_way_costs_and_answers_that_differ(server):
+def test_split_bench_counts_the_costs_of_each_mode_and_answers_that_differ(server):
     found, differences = toy_bench("stream", "plain", "chain", "tree"), []
     found.own[2][5] += 1
     profile = run.measure_network(found, "loopback", server.port, differences, Progress())

@@ -1,4 +1,4 @@
-"""A client's folder: a part of a pair drafts and is recognised as the whole."""
+"""A client's folder: a part of a pair drafts, and has the hash of the whole."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def target_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saved(target_folder, tmp_path_factory):
-    """Makes a folder with a pair in `whole` and the client's in `part`, once for each kind."""
+    """Saves a pair in `whole` and the client's part in `part`, once for each kind."""
 
     @functools.cache
     def save(kind):
@@ -63,18 +63,18 @@ def saved(target_folder, tmp_path_factory):
 
 @pytest.fixture
 def moa(saved, tmp_path):
-    """A copy of one of these, to be changed or damaged."""
+    """Returns a copy of one of these folders, to be changed or damaged."""
     return shutil.copytree(saved("n0"), tmp_path / "moa")
 
 
 def client_pair(folder):
-    """As infer.client loads it."""
+    """Returns the pair as infer.client loads it."""
     target = describe_target(folder / "target")
     return target, load_drafter(folder / "draft", target, dtype=jnp.float32, for_client=True)
 
 
 def facts(folder):
-    """As infer.client and infer.server compute them."""
+    """Returns the facts as infer.client and infer.server compute them."""
     return pairing_of(*client_pair(folder))
 
 
@@ -82,7 +82,7 @@ def facts(folder):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_part_holds_what_the_client_reads_and_is_recognised_as_the_whole(saved, kind):
+def test_the_part_holds_what_the_client_reads_and_has_the_hash_of_the_whole(saved, kind):
     folder, weights = saved(kind), []
     for side in ("whole", "part"):
         target, drafter = client_pair(folder / side)
@@ -109,7 +109,7 @@ def test_the_part_holds_what_the_client_reads_and_is_recognised_as_the_whole(sav
 
 
 TOKENIZER = "part/target/tokenizer.json"
-CHANGES = [  # a folder with the tensor that changes, or a file with its new keys; what is said
+CHANGES = [  # a folder with the tensor that changes, or a file with its new keys; the error
     ("whole/target", "model.layers.0.mlp.up_proj.weight", "the target's files: "),
     ("part/target", "lm_head.weight", "the target's files: "),
     ("whole/draft", "layer_self_attention.mlp.up_proj.weight", "the drafter's files: "),
@@ -128,7 +128,7 @@ def test_a_part_of_another_pair_is_noticed(moa, place, change, says):
     assert mismatch(facts(moa / "whole"), facts(moa / "part")).startswith(says)
 
 
-def test_a_part_is_taken_for_no_whole(moa, capsys):
+def test_a_part_is_not_accepted_as_a_whole(moa, capsys):
     said = refusal(load_target, moa / "part" / "target")
     assert "only a client's part of a model, without model.layers.0." in said
     target = load_target(moa / "whole" / "target")
@@ -147,7 +147,7 @@ def test_a_damaged_list_of_what_is_left_out_is_refused(moa, content):
 
 
 def test_the_same_weights_in_other_files_are_the_same(moa, monkeypatch):
-    """Of several dtypes, which the part has, too."""
+    """The files have several dtypes, and so has the part."""
     folder = moa / "whole" / "target"
     tensors = tensors_of(folder)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].astype("float16")
@@ -171,7 +171,7 @@ def test_the_same_weights_in_other_files_are_the_same(moa, monkeypatch):
     assert mismatch(before, facts(moa / "part")) == ""
 
 
-def test_what_the_program_says_and_refuses(moa, capsys):
+def test_output_and_refusals_of_the_program(moa, capsys):
     capsys.readouterr()
     cut(moa / "whole", moa / "new", "--json")
     done = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""The program infer.server, and flags that it, infer.client and infer.bench --split refuse."""
+"""The program infer.server, and flags that infer.server, infer.client and infer.bench refuse."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROGRAMS = {
 }
 FILES = {"empty": "\n", "words": "two words\n", "junk": "no PEM\n"}
 WS, WSS = "client --connect ws://127.0.0.1:1/", "client --connect wss://127.0.0.1:1/"
-REFUSED = {  # the program with its flags, and what the one line says
+REFUSED = {  # the program with its flags, and a part of the error
     "client": "one of the arguments --connect --offline is required",
     "client --connect http://127.0.0.1:1/": "give ws://HOST:PORT/v1/split",
     f"{WS} --token-file {{words}}": "one word of printable ASCII",
@@ -73,7 +73,7 @@ def test_events_are_lines_that_a_full_pipe_cannot_stop():
         for count in range(50):
             log("open", tokens=count, session=None)
         stream.free.set()
-        wait_for(lambda: stream.getvalue() and not log._lines.qsize())  # or one more has no room
+        wait_for(lambda: stream.getvalue() and not log._lines.qsize())  # else the queue is full
         log("close", reason="done")
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert lines[0].keys() == {"time", "event", "tokens"} and lines[-1]["event"] == "close"
@@ -103,7 +103,7 @@ def pair(tmp_path_factory) -> Pair:
 def test_split_program_serves_the_targets_text_over_tls_until_sigterm(
     pair, facts, drafter, tmp_path
 ):
-    """To clients that show its token: prompts in chunks, and one that waits for a slot."""
+    """Clients with its token send prompts in chunks, and one of them waits for a slot."""
     cert, key = certificate(tmp_path)
     (tmp_path / "token").write_text("secret\n")
     flags = ["--target", pair.target.folder, "--draft", pair.drafter.folder, "--slots", 2]

@@ -1,4 +1,4 @@
-"""The server of split decoding over real sockets: what it answers, refuses and survives."""
+"""The server of split decoding over real sockets: its replies, refusals and failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def ended(client: Client) -> protocol.Fault | None:
-    """The last Fault of a connection that the server closed; None if it closed without one."""
+    """Returns the last Fault of a connection that the server closed, or None without a Fault."""
     fault = None
     with contextlib.suppress(ConnectionClosed):
         while True:
@@ -41,19 +41,19 @@ def ended(client: Client) -> protocol.Fault | None:
 
 
 def change_limits(server, **changes) -> None:
-    """Other limits for the only connection, from its next message on."""
+    """Sets the limits of the only connection, from its next message on."""
     (connection,) = server.server.connections
     connection._limits = dataclasses.replace(connection._limits, **changes)
 
 
-def test_split_stream_comes_token_by_token_and_again_after_a_lost_link(server):
+def test_split_stream_is_sent_by_token_and_again_after_a_lost_link(server):
     with Client(server) as client:
         client.open(PROMPT, total=40, known=len(PROMPT))
         client.send(protocol.Stream(1))
         parts = client.reply()
         assert sum((part.tokens for part in parts), []) == plain(PROMPT, 20)[1:]
         assert len(parts) == 19 and parts[-1].done == "length"
-    for known in (0, 7, 100):  # tokens of the answer that came; the last part always comes
+    for known in (0, 7, 100):  # received tokens of the answer; the last part is always sent
         with Client(server) as back:
             assert back.resume(client.session, 0, len(PROMPT) + known) == protocol.Resumed(1)
             assert back.reply() == (parts[known:] or parts[-1:])
@@ -74,7 +74,7 @@ def test_split_resume_in_another_codec_or_of_a_stranger_is_gone(server):
         for name in (client.session, "0" * 32):
             fault = other.resume(name, 0)
             assert (fault.code, fault.fatal) == ("gone", False)
-        assert other.open(PROMPT)[-1].tokens == plain(PROMPT, 1)  # the connection goes on
+        assert other.open(PROMPT)[-1].tokens == plain(PROMPT, 1)  # the connection continues
 
 
 def status(server, **headers) -> int:
@@ -169,19 +169,19 @@ def test_split_silence_ends_connections_and_frees_their_slots():
         with Client(server) as client:
             client.open(PROMPT)
             change_limits(server, idle_seconds=0.2)
-            client.draft(1)  # the silence after it is what counts
+            client.draft(1)  # the idle time starts after this call
             assert ended(client).code == "gone"
         server.wait(lambda: server.slots.slots == [None] * 4)
         assert server.named("close")[-1]["reason"] == "idle"
 
 
-def test_split_slow_reader_loses_its_connection_and_holds_up_nobody():
+def test_split_slow_reader_loses_its_connection_and_delays_no_other():
     slots = ToySlots(chunk=64, width=2000)  # one reply is some 20 MB
     with running(slots, ConnectionLimits(send_seconds=10 * PATIENCE), max_prompt=512) as server:
         with Client(server, max_queue=1, max_size=None) as slow:
             change_limits(server, send_seconds=0.3)
             with Client(server, max_queue=1, max_size=None) as stuck, Client(server) as other:
-                stuck.send(opening([1] * 300, 500))  # nobody gives up on it meanwhile
+                stuck.send(opening([1] * 300, 500))  # the time limit is still long
                 assert other.answer([5], 6)[:6] == plain([5], 6)
                 slow.send(opening([1] * 300, 500))
                 server.wait(lambda: server.named("slow"))
@@ -205,7 +205,7 @@ def test_split_drain_lets_running_sessions_end_for_a_while():
 
 
 def hostile_message(random: np.random.Generator) -> bytes | str:
-    """Noise, or a good message with a piece torn out or changed."""
+    """Returns noise, or a valid message with a piece removed or changed."""
     messages = [opening([1, 2, 3]), protocol.Verify(1, [1, 2], [0, 1]), protocol.Read(1, [5])]
     good = [HELLO, *map(protocol.encode, messages)][random.integers(4)]
     place = int(random.integers(len(good)))
@@ -244,7 +244,7 @@ def test_split_fuzz_of_a_thousand_messages_leaves_server_memory_and_others_alone
         server.wait(lambda: len(server.service._sessions) == 1)
         assert server.metric("split_failures_total") == 0
         assert server.get("/health").status_code == 200
-        # Of each connection nothing is left but its events.
+        # The server keeps only the events of a connection.
         assert len(asyncio.all_tasks(server.loop)) < 16
 
 
@@ -255,7 +255,7 @@ def test_split_metrics_count_as_vllm_does():
         client.draft(1, [right[0], right[1], (right[2] + 1) % 97])
         client.draft(2)  # a plain step
         client.send(protocol.Close())
-        client.open(PROMPT + [5], prompt_length=20, root_given=True)  # its root was picked before
+        client.open(PROMPT + [5], prompt_length=20, root_given=True)  # root picked before
         text = server.get("/metrics").text
         for line in (
             "generated_tokens_total 5.0",
@@ -277,7 +277,7 @@ def test_split_events_hold_counts_and_never_tokens(server):
     assert facts["reason"] == "done" and facts["accepted"] <= facts["drafted"]
     plain_kinds = (str, int, float, bool, type(None))
     assert all(type(v) in plain_kinds for _, facts in server.events for v in facts.values())
-    assert client.session not in repr(server.events)  # who knows it could resume it
+    assert client.session not in repr(server.events)  # a client can resume it by its name
 
 
 def test_health_of_plain_http(server):

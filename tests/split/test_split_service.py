@@ -1,4 +1,4 @@
-"""Whose turn it is: batches, long prompts between them, slots that are waited for and lost."""
+"""The split service: batches, long prompts between them, and waits and losses of slots."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.split.split_server import LIMITS, PATIENCE, ToySlots, next_token, ope
 AS_IS = Encoding("float32", False)
 
 
-def nobody(refused: Refused) -> None:
-    """An owner who does not mind."""
+def ignore_refusal(refused: Refused) -> None:
+    """A callback that ignores the refusal."""
 
 
 class Work:
-    """A service over toy slots, with a clock that the test turns."""
+    """A service over toy slots, with a clock that the test sets."""
 
     def __init__(self, slots: ToySlots, limits: ServerLimits, text_of: Any = None) -> None:
         self.slots, self.now, self.events = slots, 0.0, []
@@ -33,17 +33,17 @@ class Work:
         self.service = Service(slots, limits, self.metrics, log, lambda: self.now, text_of)
 
     async def open(self, tokens: list[int], **changes) -> SplitSession:
-        """A session whose prompt has been read."""
-        session = await self.service.open(opening(tokens, **changes), AS_IS, nobody)
+        """Opens a session, and waits until its prompt is read."""
+        session = await self.service.open(opening(tokens, **changes), AS_IS, ignore_refusal)
         await verdicts(session.reply)
         return session
 
     def step(self, session: SplitSession, seq: int = 1) -> ReplyBuffer:
-        """Asks for a pass without drafts."""
+        """Submits a pass without drafts."""
         return self.service.submit(session, protocol.Verify(seq, [], []))
 
     async def tokens(self, session: SplitSession, seq: int = 1) -> list[int]:
-        """The tokens of such a pass."""
+        """Returns the tokens of such a pass."""
         return (await verdicts(self.step(session, seq)))[0].tokens
 
     def entries(self, kind: str) -> list[tuple]:
@@ -66,7 +66,7 @@ async def working(
 
 
 def over_work(**settings: Any) -> Callable[..., Callable[[], None]]:
-    """Gives a test a service of its own, in a loop of its own."""
+    """Runs a test with its own service, in its own event loop."""
 
     def decorated(check: Callable[[Work], Awaitable[None]]) -> Callable[[], None]:
         async def run() -> None:
@@ -105,7 +105,7 @@ async def test_split_rows_that_the_client_has_are_not_sent(work):
     text = list(range(12))
     for known in (0, 3, 4, 12):
         ask = opening(text, root_given=True, known=known)
-        session = await work.service.open(ask, AS_IS, nobody)
+        session = await work.service.open(ask, AS_IS, ignore_refusal)
         parts = await verdicts(session.reply)
         rows = [i for part in parts for i in range(part.start, part.start + part.count)]
         assert rows == list(range(known, 11)) and not parts[-1].tokens
@@ -139,7 +139,7 @@ async def test_split_slot_is_waited_for_in_order_and_never_leaks(work):
     work.service.close(held, "done")
     second = await waiting[1]
     assert not waiting[2].done()
-    # The slot comes and the wait is over in the same moment: it goes on to nobody.
+    # The slot is assigned in the moment that the wait is cancelled: it is freed again.
     work.service.close(second, "done")
     waiting[2].cancel()
     await asyncio.gather(waiting[2], return_exceptions=True)
@@ -167,7 +167,7 @@ async def test_split_queue_has_an_end_and_a_deadline(work):
     assert [(await refusal(each))[0] for each in (waiting, work.open([3]))] == ["draining"] * 2
 
 
-@over_work(resume_seconds=0.2)  # looked after four times in that time
+@over_work(resume_seconds=0.2)  # checked four times in that time
 async def test_split_lost_sessions_expire_by_the_clock(work):
     lost, kept = await work.open([1]), await work.open([2])
     work.service.disconnect(lost)
@@ -178,7 +178,7 @@ async def test_split_lost_sessions_expire_by_the_clock(work):
     assert not kept.closed
     ask = protocol.Resume(lost.id, 0)
     with pytest.raises(Refused) as error:
-        work.service.resume(ask, AS_IS, nobody)
+        work.service.resume(ask, AS_IS, ignore_refusal)
     assert error.value.code == "gone"
     assert work.service.num_connected == 1
 
@@ -219,10 +219,10 @@ async def test_split_failures_end_their_sessions_and_show_in_health(work):
         work.slots.error = None
     assert "users" not in repr(work.events)
     assert len([1 for event, _ in work.events if event == "error"]) == 3
-    assert work.service.healthy  # it worked in between
+    assert work.service.healthy  # a step in between succeeded
     work.slots.error = RuntimeError("again")
     for _ in range(3):
-        session = await work.service.open(opening([5]), AS_IS, nobody)
+        session = await work.service.open(opening([5]), AS_IS, ignore_refusal)
         await refusal(verdicts(session.reply))
     assert not work.service.healthy
     work.slots.error = None
@@ -231,7 +231,7 @@ async def test_split_failures_end_their_sessions_and_show_in_health(work):
 
 
 @over_work()
-async def test_split_streams_go_on_to_the_end_beside_drafts(work):
+async def test_split_streams_run_to_the_end_beside_drafts(work):
     streams = [await work.open([n], total=12, known=1) for n in (1, 2)]
     drafting = await work.open([3])
     work.slots.hold.clear()
@@ -248,20 +248,20 @@ async def test_split_streams_go_on_to_the_end_beside_drafts(work):
 
 
 @over_work(text_of=str)
-async def test_split_text_is_logged_if_asked_for(work):
+async def test_split_text_is_logged_on_request(work):
     await work.open([61, 62, 63])
     texts = [facts["text"] for event, facts in work.events if event == "text"]
     assert texts == ["[61, 62, 63]", str(plain([61, 62, 63], 1))]
 
 
 @over_work()
-async def test_split_stream_pauses_while_its_reader_is_behind(work):
+async def test_split_stream_pauses_for_a_slow_reader(work):
     session = await work.open([1], total=41)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infer.split_server.service.MOST_UNREAD", 5)
         answer = work.service.submit(session, protocol.Stream(1))
         await until(lambda: session.paused)
-        other = await work.open([2])  # and nobody else waits for it
+        other = await work.open([2])  # no other session waits for it
         await work.tokens(other)
         assert session.paused and 5 <= len(answer.parts) < 20
         with pytest.raises(Refused, match="before the reply"):

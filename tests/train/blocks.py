@@ -1,4 +1,4 @@
-"""Attention in blocks on a CPU: the kernels of accelerators, interpreted."""
+"""Attention in blocks on a CPU: the kernels of accelerators, in interpret mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moa_jax.model.masks import IntervalMask
 
 
 def in_blocks(patch: pytest.MonkeyPatch, size: int) -> list[tuple[int, ...]]:
-    """From now on programs are traced with blocks of this size; returns the shapes that came."""
+    """Traces later programs with blocks of this size; returns the list of traced shapes."""
     calls = []
 
     class Kernels:

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server without a model, which can fail in every way that a test asks for."""
+"""An OpenAI-compatible server without a model; tests choose its faults."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 from moa_jax.data.tokenizer import load_tokenizer
 
-Fault = Callable[["Handler"], bool]  # True where it has answered in place of the server
+Fault = Callable[["Handler"], bool]  # True if it has replied itself
 
 
 def scripted_answer(
     tokenizer: Any, prompt_ids: list[int], max_tokens: int, ignore_stop: bool
 ) -> tuple[list[int], bool]:
-    """Tokens that depend on the prompt alone, and whether they end with a stop; some are cut."""
+    """Returns tokens that depend on the prompt alone, and whether a stop ends them."""
     number = sum(prompt_ids) % 97
     ids = tokenizer(f" I heard {number}.", add_special_tokens=False).input_ids
     if ignore_stop or number % 7 == 0:
@@ -28,7 +28,7 @@ def scripted_answer(
 
 
 class FakeEndpoint:
-    """The server's models and key, its faults, and the requests that it got."""
+    """The server's models and key, its faults, and the received requests."""
 
     def __init__(self, folder: Any, **options: Any) -> None:
         self.tokenizer = load_tokenizer(folder)
@@ -42,7 +42,7 @@ class FakeEndpoint:
         vars(self).update(options)
 
     def prompts(self) -> list[tuple[int, ...]]:
-        """Those that were answered."""
+        """Returns the answered prompts."""
         return [tuple(post["prompt"]) for post in self.posts]
 
     def completion(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or the body of each reply waits 40 ms behind its head
+    disable_nagle_algorithm = True  # else the body of each reply waits 40 ms after its head
     endpoint: FakeEndpoint
 
     def do_GET(self) -> None:
@@ -109,18 +109,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return True
 
     def wait_for_its_end(self) -> bool:
-        """Says nothing until the client has hung up."""
+        """Sends nothing until the client has closed the connection."""
         self.rfile.read(1)
         self.close_connection = True
         return True
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing."""
+        """Prints nothing."""
 
 
 @contextlib.contextmanager
 def served(endpoint: FakeEndpoint) -> Iterator[str]:
-    """The URL of a server while it runs."""
+    """Yields the URL of a server while it runs."""
     handler = type("Handler", (Handler,), {"endpoint": endpoint})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True

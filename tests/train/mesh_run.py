@@ -1,4 +1,4 @@
-"""Trains a toy on meshes and prints its losses as JSON: run by tests in processes of their own.
+"""Trains a toy on meshes and prints its losses as JSON; tests run it in separate processes.
 
 python -m tests.train.mesh_run STEPS [--devices N] [cluster flags] CASE ...
 
@@ -66,13 +66,13 @@ def batch_of(step: int, rows: slice) -> Batch:
 
 
 def frozen_weights(dtype: str = "float32") -> dict:
-    """A target at random, its layers stacked."""
+    """Returns a random target with stacked layers."""
     params = jax.tree.map(lambda x: x.astype(dtype), llama.init(TARGET, jax.random.key(1)))
     return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
 
 
 def losses(steps: int, mesh_cfg: MeshConfig, option: str) -> list[float]:
-    """The losses of these updates."""
+    """Returns the losses of these updates."""
     dtype = "bfloat16" if option == "bfloat16" else "float32"
     config = config_of(mesh_cfg, 4 if option == "parts" else 1, dtype)
     sizes = (mesh_cfg.data, mesh_cfg.fsdp, mesh_cfg.tensor)

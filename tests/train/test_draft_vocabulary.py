@@ -1,4 +1,4 @@
-"""The draft vocabulary of a run's own data: what is counted, what is refused, what is kept."""
+"""The draft vocabulary of a run's own data: counted tokens, refused settings, saved files."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ CONVERSATIONS = Path(__file__).parents[1] / "data" / "conversations.jsonl"
 
 @pytest.fixture
 def target(tmp_path) -> Target:
-    """A target of 10 tokens that ends text with 9, without weights."""
+    """Returns a target of 10 tokens without weights; 9 ends a text."""
     config = TargetConfig("llama", 10, 2, None, False, 64)
     return Target(config, None, tmp_path, SpecialIds((9,)))
 
 
 def rows_of(*rows: str) -> Batch:
-    """Rows of tokens in which those behind `|` are answers."""
+    """Returns rows of tokens; the tokens after `|` are answers."""
     parts = [row.split("|") for row in rows]
     tokens_BT = np.array([[int(c) for c in a + b] for a, b in parts], np.int32)
     response_BT = np.array([[False] * len(a) + [True] * len(b) for a, b in parts])
@@ -44,7 +44,7 @@ def rows_of(*rows: str) -> Batch:
 
 
 def test_answers_alone_are_counted(target, monkeypatch, capsys):
-    """5 three times and 2 twice; 3 and 4 once, 7 in questions alone; 9 because it ends text."""
+    """5 occurs three times, 2 twice, 3 and 4 once, 7 in questions alone; 9 ends a text."""
     rows = rows_of("777|55", "7|2354", "7777|2")
     for size, ids in ((1, [9]), (2, [5, 9]), (3, [2, 5, 9]), (4, [2, 3, 5, 9])):
         for block in (1, 2, 99):
@@ -54,13 +54,13 @@ def test_answers_alone_are_counted(target, monkeypatch, capsys):
 
 
 def test_sources_of_a_mixture_count_by_their_shares(target):
-    """Two rows of the first are dealt for each of the second, which has more rows of its own."""
+    """Each row of the second source is dealt with two of the first, which has fewer rows."""
     sources = rows_of("0|11"), rows_of("0|22", "0|22", "0|22", "0|22", "0|33")
     for shares, ids in (((2, 1), [1, 9]), ((1, 2), [2, 9]), ((9, 10), [1, 9])):
         assert frequent_in(Mixture(sources, shares, 1, 0), 2, target).ids_U.tolist() == ids
 
 
-def test_what_cannot_be_made_is_refused_before_training(small_target, tmp_path):
+def test_invalid_vocabularies_are_refused_before_training(small_target, tmp_path):
     config = changed(distill_config(tmp_path, small_target), draft_vocabulary=321)
     assert "ask for a size from 1 to 320" in refusal(distill.distill, config)
     own = changed(config, drafter=Eagle3Config(1, 24))
@@ -70,7 +70,7 @@ def test_what_cannot_be_made_is_refused_before_training(small_target, tmp_path):
 
 @pytest.fixture
 def drafter(small_target, tmp_path) -> Path:
-    """The folder of an untrained drafter."""
+    """Returns the folder of an untrained drafter."""
     config, target = distill_config(tmp_path, small_target), describe_target(small_target)
     params = DRAFTERS["moa"].make(config.drafter, target.config).init(jax.random.key(0))
     distill.save(config, params, target, None)

@@ -29,7 +29,7 @@ TARGET = describe_target(DEMO)
 
 
 def held_out(folder: Path) -> str:
-    """Conversations that are not those of the training data, as a file."""
+    """Writes conversations that are not those of the training data."""
     records = [json.loads(line) for line in Path(CONVERSATIONS).read_text().splitlines()[:6]]
     for record in records:
         record["messages"][0]["content"] = f"Hello. {record['messages'][0]['content']}"
@@ -57,12 +57,12 @@ def toy_grid(folder, target=DEMO, **changes) -> GridConfig:
 
 
 def finish(run: grids.GridRun, tau: float, **facts) -> None:
-    """What a finished run leaves, as far as the report reads it."""
+    """Writes the files of a finished run that the report reads."""
     grids.finish(run, **{"simulated_tau": tau, "files": {}} | facts)
 
 
 def with_cell(grid: GridConfig, **changes) -> GridConfig:
-    """The grid with other settings in its first cell."""
+    """Returns the grid with other settings in its first cell."""
     (name, config), *others = grid.cells
     return dataclasses.replace(grid, cells=((name, changed(config, **changes)), *others))
 
@@ -82,7 +82,7 @@ def test_a_grid_that_cannot_be_compared_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["matched", "ablations"])
 def test_committed_grids_are_matched(name, monkeypatch):
-    """The draft vocabulary of EAGLE-3 is data, so that its size stands for it."""
+    """The size of EAGLE-3's draft vocabulary replaces its ids, which depend on the data."""
     monkeypatch.chdir(ROOT)
     grid = read_config(f"configs/{name}.py", GridConfig)
     for cell, config in grid.cells:
@@ -103,7 +103,7 @@ def test_committed_grids_are_matched(name, monkeypatch):
 
 
 def test_the_best_rate_is_reported(tmp_path):
-    """A run that diverged, whose last simulated tau is no number, is no candidate."""
+    """A run that diverged has no simulated tau, so it is not a candidate."""
     grid = toy_grid(tmp_path, seeds=(0, 1))
     runs = grids.runs_of(grid)
     for run, tau in zip([*runs[:2], *runs[4:6]], (1.5, 1.7, None, 1.2), strict=True):
@@ -139,7 +139,7 @@ def test_a_finished_run_of_other_settings_or_data_is_no_result(tmp_path, monkeyp
     assert "optim.total_steps: 12 -> 13" in refused
     data.write_text(data.read_text() + "\n")
     assert f"{data}: other content" in refusal(grids.rows_of, grid)
-    data.unlink()  # a report needs no data
+    data.unlink()  # a report does not read the data
     assert len(grids.rows_of(grid)) == 1
 
 
@@ -148,7 +148,7 @@ def test_a_finished_run_of_other_settings_or_data_is_no_result(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkeypatch):
-    """Two cells trained and decoded; a second call computes nothing."""
+    """Two cells are trained and decoded; a second call computes nothing."""
     base = changed(distill_config(tmp_path, small_target), data_validation=(held_out(tmp_path),))
     eagle3 = dataclasses.replace(base, drafter=Eagle3Config(1, 24, tapped_layers=(0, 1, 1)))
     cells = (("moa", dataclasses.replace(base, drafter=MOA)), ("eagle3", eagle3))
@@ -177,7 +177,7 @@ def test_a_grid_from_end_to_end_and_again(small_target, tmp_path, capsys, monkey
 
 
 def test_prompts_are_distinct_and_not_trained_on(tmp_path):
-    """First turns come before later ones; a conversation that was cut in two comes once."""
+    """First turns come before later ones; a conversation that was split in two occurs once."""
     grid = toy_grid(tmp_path, prompts=1000)
     config = dict(grid.cells)["eagle"].data
     validated_by = lambda *paths: dataclasses.replace(
@@ -194,7 +194,7 @@ def test_prompts_are_distinct_and_not_trained_on(tmp_path):
 
 
 def counted_alone(run: grids.GridRun, grid: GridConfig) -> tuple[int, int]:
-    """Tokens and rounds of the first shape, each prompt decoded by itself."""
+    """Returns tokens and rounds of the first shape, each prompt decoded by itself."""
     target = load_target(run.config.target)
     session = Session(target, load_drafter(run.config.output, target), grid.shapes[0])
     prompts = grids.prompts_of(grid, target)
@@ -211,13 +211,13 @@ def counts(tokens_P, rounds_P) -> dict[str, list[int]]:
 
 
 def interval(*seeds: dict, bases: tuple = ()) -> str:
-    """As the report shows it: `1.00 to 2.00`."""
+    """Reads an interval of the report: `1.00 to 2.00`."""
     cells = _taus("tau", "eagle", seeds, bases)
     return cells["tau / eagle" if bases else "tau"].partition(" (")[2].rstrip(")")
 
 
 def test_intervals_are_those_of_drawn_prompts():
-    """A ratio draws the same prompts for both; a mean of seeds draws the seeds as well."""
+    """A ratio draws the same prompts for both runs; a mean of seeds draws the seeds as well."""
     tokens_P, rounds_P = np.array([10, 20, 30, 40]), np.array([10, 5, 15, 10])
     drawn = np.random.default_rng(5).choice(4, (4000, 4))
     expected = np.quantile(tokens_P[drawn].sum(1) / rounds_P[drawn].sum(1), [0.05, 0.95])

@@ -1,4 +1,4 @@
-"""Launch files of clusters: what they name exists, and they start again when they should."""
+"""Launch files of clusters: their flags exist, and they restart a run when they should."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def test_every_flag_of_a_server_exists(name):
 
 SERVING_ENDS = [
     ([1, 1, 0], 3, 0),
-    ([137, 134, 139, 143, 0], 5, 0),  # srun has the code of the one that was killed or aborted
+    ([137, 134, 139, 143, 0], 5, 0),  # srun has the code of a killed or aborted task
     ([2], 1, 2),
-    ([137] * 9, 5, 137),  # it cannot start
+    ([137] * 9, 5, 137),  # the server cannot start
     (["1 ready"] * 6 + [0], 7, 0),
 ]
 SRUN = """
@@ -96,7 +96,7 @@ def test_slurm_starts_a_server_again_after_a_death_alone(ends, times, code, tmp_
 
 # ---- what they do -------------------------------------------------------------------------
 
-# Stands for `python -m train.distill ...`: WISH says how it ends.
+# Replaces `python -m train.distill ...`: WISH selects the end of the run.
 TRAINER = r"""
 echo "$@" > "$RUN.seen"
 echo "$JAX_COMPILATION_CACHE_DIR" > "$RUN.cache"
@@ -118,7 +118,7 @@ def executable(path: Path, body: str) -> Path:
 
 
 def environment(folder: Path, wish: str) -> dict[str, str]:
-    """A PATH whose python, srun and scontrol stand for the real ones."""
+    """Returns an environment whose PATH has replacements of python, srun and scontrol."""
     tools = folder / "bin"
     tools.mkdir()
     executable(tools / "python", TRAINER)
@@ -135,7 +135,7 @@ def environment(folder: Path, wish: str) -> dict[str, str]:
 SLURM_ENDS = [
     ("finish", 0, False),
     ("save", 0, True),
-    ("fail", 0, True),  # it got on since it started
+    ("fail", 0, True),  # it made progress since its start
     ("refuse", BAD_INPUT, False),
     ("nothing", 1, False),
 ]
@@ -143,7 +143,7 @@ SLURM_ENDS = [
 
 @pytest.mark.parametrize("wish, code, again", SLURM_ENDS, ids=[wish for wish, *_ in SLURM_ENDS])
 @pytest.mark.parametrize("name", SLURM)
-def test_slurm_starts_again_while_a_run_gets_on(tmp_path, name, wish, code, again):
+def test_slurm_starts_again_while_a_run_makes_progress(tmp_path, name, wish, code, again):
     script = ["bash", CONFIGS / name, "configs/tiny.py", "--optim.total_steps", "9 9"]
     ran = subprocess.run(script, env=environment(tmp_path, wish), capture_output=True, text=True)
     assert (ran.returncode, (tmp_path / "run.scontrol").exists()) == (code, again), ran.stderr
@@ -172,7 +172,7 @@ POD_ENDS = [
 
 
 @pytest.mark.parametrize("wish, index, code", POD_ENDS)
-def test_a_pod_says_how_it_ended(tmp_path, wish, index, code):
+def test_a_pod_reports_how_it_ended(tmp_path, wish, index, code):
     assert pod(tmp_path, wish, index).wait(timeout=30) == code
 
 

@@ -1,4 +1,4 @@
-"""Training on several devices and processes: the same losses, wherever arrays live."""
+"""Training on several devices and processes has the same losses for any placement of arrays."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from tests.model_folders import refusal
 from tests.train import mesh_run
 
 STEPS = 20
-MESHES = {  # beside each, the case of one device that it must equal
+MESHES = {  # with the case of one device that each must equal
     "2,2,2": "1,1,1",
     "1,4,1": "1,1,1",
     "1,2,2,copied": "1,1,1",
@@ -47,7 +47,7 @@ def results_of(process: subprocess.Popen) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    """All cases, of one process with eight devices."""
+    """Returns all cases, computed by one process with eight devices."""
     cases = dict.fromkeys((*MESHES.values(), *MESHES))
     return results_of(start(*cases, "--devices", "8"))
 
@@ -55,15 +55,15 @@ def results() -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MESHES)
 def test_meshes_train_as_one_device(results, case):
-    """Meshes whose target is cut, or copied to each device.
+    """The target is split over the mesh, or copied to each device.
 
-    A drafter has rows of its own over `tensor`; with too few rows for all devices it is cut as the
-    target is. Partial sums of bfloat16 activations are rounded, and those of gradients are not.
+    Each device drafts different rows over `tensor`; with too few rows, the drafter is split like
+    the target. Partial sums of bfloat16 activations are rounded, and those of gradients are not.
     """
     found, alone = results[case], results[MESHES[case]]
     assert len(found) == len(alone) == STEPS
     if case.endswith("bfloat16"):
-        np.testing.assert_allclose(found[:2], alone[:2], rtol=1e-4)  # then roundings add up
+        np.testing.assert_allclose(found[:2], alone[:2], rtol=1e-4)  # later, errors add up
     np.testing.assert_allclose(found, alone, rtol=1e-2 if "bfloat16" in case else 1e-5)
 
 
@@ -79,7 +79,7 @@ def test_two_processes_on_one_mesh_train_as_one(results):
 
 
 def test_gradients_of_a_step_in_bfloat16_are_summed_in_float32():
-    """Those of weights, norms and biases: over tokens, and so over the devices that have them."""
+    """Covers gradients of weights, norms and biases: sums over tokens, and so over devices."""
     config = mesh_run.config_of(MeshConfig(1, 1, 1), dtype="bfloat16")
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     program = make_train_step(config, mesh_run.TARGET, mesh)
@@ -99,7 +99,7 @@ def test_gradients_of_a_step_in_bfloat16_are_summed_in_float32():
 
 
 def equations(jaxpr):
-    """Those of a program and of all within it."""
+    """Yields the equations of a program and of all nested programs."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in programs_in(eqn.params):

@@ -1,4 +1,4 @@
-"""Conversations packed into one row train every drafter as rows of their own do."""
+"""Every drafter trains on packed conversations as on one conversation per row."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ BLOCK = BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None)
 TARGET = TargetConfig("llama", 96, 3, BLOCK, False, 64)
 SMALL = dataclasses.replace(TARGET, num_layers=1)
 MOA = (1, 24, 1, 24, 2, 16)
-# One period and no staircase: rows draw both, and these rows hold other conversations.
+# One period and no staircase: rows draw both, and packed rows hold other conversations.
 MASKS = MaskConfig(shortest_future=6, longest_future=6, staircase=False)
 KINDS = {
     "moa": (MoaConfig(*MOA), Objective(MASKS)),
@@ -56,7 +56,7 @@ LENGTHS = (11, 17, 6)
 
 @pytest.fixture(scope="module")
 def laid_out() -> tuple[Batch, Batch]:
-    """The same conversations in one row, and in rows of their own."""
+    """Returns the same conversations in one row, and in separate rows."""
     draw = np.random.default_rng(0)
     given = [
         chat.Example(draw.integers(0, 96, n).astype(np.int32), np.arange(n) >= n // 3)
@@ -74,7 +74,7 @@ def frozen() -> dict:
 
 
 def gradient_of(name: str) -> tuple:
-    """A drafter, its parameters, and its loss with gradients."""
+    """Returns a drafter, its parameters, and its loss with gradients."""
     config, objective = KINDS[name]
     drafter = DRAFTERS[method_of(config)].make(config, TARGET, objective)
     params = jax.tree.map(lambda x: 3 * x, drafter.init(jax.random.key(2)))
@@ -91,7 +91,7 @@ def assert_close(one, other) -> None:
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in KINDS]
 )
 def test_packed_is_alone(name, laid_out, frozen):
-    """Loss, gradients and the figures of evaluations."""
+    """Compares loss, gradients and the figures of evaluations."""
     drafter, params, gradient = gradient_of(name)
     probe = make_probe(TARGET, drafter, jnp.float32, horizon=3)
     both = jax.jit(lambda *given: (gradient(*given), probe(*given)))
@@ -101,7 +101,7 @@ def test_packed_is_alone(name, laid_out, frozen):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_scores_in_blocks_train_the_same(name, laid_out, frozen, monkeypatch):
-    """Loss and gradients of packed rows with the kernels of accelerators, interpreted."""
+    """Compares packed rows with the kernels of accelerators, in interpret mode."""
     _, params, gradient = gradient_of(name)
     given = (params, frozen, laid_out[0])
     by_einsum = jax.jit(gradient)(*given)

@@ -1,4 +1,4 @@
-"""Several processes end as one: whatever fails in one of them, all say so and none waits."""
+"""Several processes end together: after a failure in one, all of them report it and none waits."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.train.test_training import changed, distill_config, metrics
 from train import distill
 from train.run import decoding
 
-# What process 0 and process 1 do once they have met; what does not fail waits for the others.
-# Each has asked the other for its devices by then and has been answered, which files tell: one
-# that stops or dies earlier is missed by jax before it can do what a test is about.
+# The code that process 0 and process 1 run once connected; code without a failure waits.
+# Each process has the other one's devices by then, and writes a file to report it: a process
+# that stops or dies earlier is missed by JAX before it can do what a test is about.
 WAIT = "multihost_utils.sync_global_devices('all')"
 PROGRAM = """
 import jax
@@ -73,10 +73,10 @@ NO_FILE = "cannot open missing/file: no such file or directory; choose a path th
 def ends(
     first: str, second: str, within: float = 30.0, lost: int | None = None, before: str = "pass"
 ) -> list[tuple[int, list[str], str]]:
-    """Exit code, lines of the program and all of stderr, by process.
+    """Returns exit code, lines of the program and all of stderr, by process.
 
-    They end `within` so many seconds of having met, or of the end of one that meets nobody.
-    One that is lost ends by no means of its own, and is killed after the other one has ended.
+    Processes must end within `within` seconds after they connect, or after one of them ends. The
+    process `lost` does not end by itself, so it is killed after the other one has ended.
     """
     place = f"127.0.0.1:{free_port()}"
     there = tempfile.mkdtemp()
@@ -112,7 +112,7 @@ def test_a_fault_on_one_process_ends_both():
 
 
 SOON = "processes.HEARTBEAT_TIMEOUT_S = 2; "
-# One thread keeps the interpreter to itself for some seconds.
+# One thread holds the interpreter lock for some seconds.
 BUSY = "import sys; sys.setswitchinterval(100); end = time.monotonic() + {}; "
 BUSY += "sum(iter(lambda: float(time.monotonic() > end), 1.0)); sys.setswitchinterval(0.005)"
 AGAIN = "import os, signal, threading; once_more = (os.getpid(), signal.SIGINT); "
@@ -128,7 +128,7 @@ ENDS = {  # what both do, the code of both, and what the lines of both hold
     "after the other's end": (BAD, "pass", 2, "x: bad", "process 0: x: bad"),
     "interrupted again while the other is busy": (AGAIN, BUSY.format(3), 130),
     "busy, and not blamed": (SOON + BUSY.format(3) + "; time.sleep(1)", "pass", 0),
-    # Jax aborts the processes that are left when the service goes, as on a busy machine.
+    # JAX aborts the remaining processes when the service ends, as on a busy machine.
     "the process of the service is the last": (MISSING, f"{LAST}{MISSING}", 2),
 }
 
@@ -157,7 +157,7 @@ LOSSES = {  # which process is lost and how, what the other one does, and its li
     "0 dies": (0, KILLED, FOR_A_WORD, HAS_DIED),
     "1 dies": (1, KILLED, WAIT, HAS_DIED),
     "1 dies, 0 ends": (1, KILLED, "pass", HAS_DIED),
-    # Without process 0 jax aborts one that is busy.
+    # Without process 0, JAX aborts a busy process.
     "1 dies, 0 is busy": (1, KILLED, BUSY.format(4), HAS_DIED),
     "1 dies, 0 cannot write": (1, KILLED, FULL, []),
 }
@@ -166,10 +166,10 @@ LOSSES = {  # which process is lost and how, what the other one does, and its li
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LOSSES)
 def test_a_process_that_is_lost_ends_the_others(case):
-    """A stopped one keeps its connections open, as one does whose machine is gone.
+    """A stopped process keeps its connections open, like a process on a lost machine.
 
-    The line of a dead one ends before jax misses it, which would abort the others where it ran the
-    service.
+    The other process reports a dead one and exits before JAX notices; JAX would abort the process
+    without the report if the dead process ran the service.
     """
     lost, fall, other, lines = LOSSES[case]
     both = (fall, other) if lost == 0 else (other, fall)
@@ -181,7 +181,7 @@ def test_a_process_that_is_lost_ends_the_others(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_process_that_dies_between_meeting_and_jax_is_missed(lost):
-    """Jax would wait for it for as long as processes may take to come."""
+    """JAX would wait for this process for the whole connection timeout."""
     die = "lambda *place, **settings: os.kill(os.getpid(), signal.SIGKILL)"
     before = f"import os, signal; jax.distributed.initialize = {die}"
     found = ends("pass", "pass", lost=lost, before=f"if args.process == {lost}: {before}")
@@ -189,7 +189,7 @@ def test_a_process_that_dies_between_meeting_and_jax_is_missed(lost):
 
 
 def test_an_abort_ends_a_process_of_several():
-    """As of a check in XLA or a heap that is damaged: no other thread may go on."""
+    """XLA checks and heap damage abort a process: no other thread may continue."""
     code = """
 import os, signal, socket
 from moa_jax.runtime.multihost import ProcessGroup
@@ -204,7 +204,7 @@ print("still here")
 
 @pytest.mark.slow
 def test_processes_decode_together_in_training(tmp_path, small_target, monkeypatch):
-    """The real tau at a checkpoint is that of one device, and the drafts are cut over four."""
+    """The real tau at a checkpoint is that of one device; drafts are split over four devices."""
     (tmp_path / "config.py").write_text(
         "from pathlib import Path\n"
         "from tests.train.test_training import changed, distill_config\n"
@@ -242,7 +242,7 @@ NOWHERE = {
 
 
 @pytest.mark.parametrize("flags", NOWHERE)
-def test_flags_that_lead_nowhere_are_refused(flags, monkeypatch):
+def test_flags_of_a_cluster_that_cannot_start_are_refused(flags, monkeypatch):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     parser = Parser("toy")
     cluster.add_flags(parser)
@@ -263,13 +263,13 @@ def test_processes_must_agree(monkeypatch):
 def test_a_run_of_several_processes_compares_settings_models_and_data(
     small_target, tmp_path, monkeypatch
 ):
-    """Processes that read other data are refused before anything is trained."""
+    """Processes that read other data are refused before any training."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     config = distill_config(tmp_path, small_target)
     described, tokenizer = describe_target(small_target), load_tokenizer(small_target)
     load = lambda: batches.load(config.data, tokenizer, described.config.vocab_size, "train")[0]
     rows, edited = load(), load()
-    edited.rows.tokens_BT[edited.numbers(1)[0], 3] ^= 1  # of a row that is not among the first
+    edited.rows.tokens_BT[edited.numbers(1)[0], 3] ^= 1  # a row outside the first batch
 
     def differing(config=config, train=rows, validation=rows):
         theirs = distill._facts(config, described, tokenizer, train, validation)

@@ -1,4 +1,4 @@
-"""Conversations that the target answers anew: ends, resuming, shards, drawn answers."""
+"""The target answers conversations again: ends of answers, resumes, shards, sampled answers."""
 
 import functools
 import itertools
@@ -27,7 +27,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def save_talkative_target(folder: Path) -> Path:
-    """A random target that soon stops, as every third of its tokens ends an answer."""
+    """Saves a random target with short answers: every third of its tokens ends an answer."""
     messages = (m for r in sources.read(str(CONVERSATIONS)) for m in r["messages"])
     train_tokenizer((m["content"] for m in messages), 320, folder / "tokenizer")
     config = TargetConfig(
@@ -40,7 +40,7 @@ def save_talkative_target(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def lively(folder) -> Path:
-    """The same with larger weights: some of its greedy answers stop soon and some do not."""
+    """Saves the same with larger weights: only some of its greedy answers stop soon."""
     target = load_target(folder, "float32")
     params = jax.tree.map(lambda each: 4 * each, target.params)
     tokenizer, ends = folder.parent / "tokenizer", target.generation
@@ -57,7 +57,7 @@ SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--seed",
 
 
 class Scripted:
-    """Stands for a target, with the answers of `FakeEndpoint`, in another order than questions."""
+    """Replaces a target; has the answers of `FakeEndpoint`, in another order than the questions."""
 
     def __init__(self, args, rules) -> None:
         self.most_asked, self.rules = args.batch or 32, rules
@@ -122,7 +122,7 @@ def test_answers_are_the_targets_own(ask, tmp_path, lively, tokenizer, capsys):
 
 
 def test_cut_answers_stay_and_training_rows_hold_their_ids(ask, scripted, tmp_path, tokenizer):
-    """A cut answer is the last one. Of every answer all tokens are trained on, and no other."""
+    """A cut answer is the last one. Rows train on all tokens of the answers, and on no others."""
     output = tmp_path / "a.jsonl"
     ask(output, "--max-new-tokens", "9", "--batch", "4")
     records = read(output)
@@ -147,7 +147,7 @@ def test_cut_answers_stay_and_training_rows_hold_their_ids(ask, scripted, tmp_pa
 
 
 def answers_in(rows) -> Counter[tuple[tuple[int, ...], int]]:
-    """Of every run of trained tokens: all tokens up to its end, and its length."""
+    """Returns all tokens up to the end of each run of trained tokens, and the run's length."""
     found = Counter()
     for tokens_T, response_T in zip(rows.tokens_BT, rows.response_BT, strict=True):
         edge_T = np.diff(response_T.astype(int), prepend=0, append=0)
@@ -157,11 +157,11 @@ def answers_in(rows) -> Counter[tuple[tuple[int, ...], int]]:
 
 
 @pytest.mark.parametrize("kind", [(), ("--ignore-stop",)], ids=["text", "ids"])
-def test_a_cut_run_goes_on(ask, scripted, tmp_path, monkeypatch, kind):
-    """The same file as of an unbroken run, with half a line lost and another batch size."""
+def test_an_interrupted_run_is_resumed(ask, scripted, tmp_path, monkeypatch, kind):
+    """The file equals that of an unbroken run, with half a line lost and another batch size."""
     ask(tmp_path / "whole.jsonl", "--limit", "15", "--batch", "4", *kind)
     output = tmp_path / "cut.jsonl"
-    for batch, count in (("4", 6), ("3", 9)):  # twice: what follows half a line must be read, too
+    for batch, count in (("4", 6), ("3", 9)):  # twice, to read entries after half a line
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             cut_after(patch, count)
             ask(output, "--limit", "15", "--batch", batch, *kind)
@@ -183,7 +183,7 @@ def test_a_cut_run_goes_on(ask, scripted, tmp_path, monkeypatch, kind):
 
 
 def cut_after(patch: pytest.MonkeyPatch, count: int) -> None:
-    """Interrupts a run as soon as its partial output has so many more entries."""
+    """Interrupts a run after `count` more entries of its partial output."""
     append, entries = Partial._append, itertools.count(1)
 
     def cut(self, entry):
@@ -247,7 +247,7 @@ def test_shards_hold_every_answer_once(ask, scripted, tmp_path):
 
 @pytest.fixture
 def short(tmp_path) -> Path:
-    """Conversations of two questions, so short that one compiled program answers all."""
+    """Writes conversations of two short questions, so that one program answers all."""
     talk = lambda i: [{"role": "user", "content": text} for text in (f"Room {i}?", "Why?")]
     path = tmp_path / "short.jsonl"
     path.write_text("".join(json.dumps({"messages": talk(i)}) + "\n" for i in range(8)))
@@ -255,15 +255,15 @@ def short(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-def test_drawn_answers_follow_the_law_of_the_flags(ask, short, tmp_path, folder):
-    """The very tokens that a session draws with these settings and the seed of record and turn."""
+def test_sampled_answers_follow_the_flags(ask, short, tmp_path, folder):
+    """Tokens equal those that a session samples with the seed of record and turn."""
     small = ("--max-prompt", "32", "--max-new-tokens", "12", "--dtype", "float32")
     ask(tmp_path / "a.jsonl", *small, *SAMPLED, "--batch", "8", prompts=short)
     session = Session(load_target(folder, "float32"))
     tokenizer = load_tokenizer(session.target.folder)
 
     def answer(asked: list[tuple[int, list]]) -> list[str]:
-        """What follows the messages of each record, of which eight make the same program."""
+        """Returns the answers to all messages; a batch of eight uses the same program."""
         eight = (asked * 8)[:8]
         prompts = [chat.prompt_ids(tokenizer, messages) for _, messages in eight]
         keys = [np.random.SeedSequence((3, number, len(said))) for number, said in before(eight)]

@@ -1,4 +1,4 @@
-"""Answers of a server: what it is asked, what may go wrong with it, and that nothing is lost."""
+"""Regeneration by a server: its requests, its faults, and that no answer is lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hasty(monkeypatch):
 
 @pytest.fixture
 def fake(folder):
-    """A server and its URL, with everything that its faults need."""
+    """Returns a server and its URL, with everything that its faults need."""
     server = FakeEndpoint(folder)
     with served(server) as server.url:
         yield server
@@ -51,7 +51,7 @@ def ask(ask, fake):
 
 @pytest.fixture
 def local(folder, tmp_path, monkeypatch):
-    """The output of local regeneration with these flags."""
+    """Returns the output of local regeneration with these flags."""
 
     def local(*flags: str) -> bytes:
         with monkeypatch.context() as patch:
@@ -63,12 +63,12 @@ def local(folder, tmp_path, monkeypatch):
     return local
 
 
-# ---- what is asked, and what is written ---------------------------------------------------
+# ---- requests and files -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [(), IDS, SAMPLED], ids=["text", "ids", "drawn"])
 def test_the_file_is_that_of_local_regeneration(ask, fake, local, tmp_path, kind):
-    workers, turns = threading.Barrier(3), itertools.count()  # each asks before one asks again
+    workers, turns = threading.Barrier(3), itertools.count()  # each worker sends one request first
     fake.fault = lambda handler: next(turns) < 3 and workers.wait(30) < 0
     ask(tmp_path / "a.jsonl", *LIMITED, *kind, "--concurrency", "3")
     assert (tmp_path / "a.jsonl").read_bytes() == local(*LIMITED, *kind)
@@ -113,13 +113,13 @@ UNUSABLE = {
 
 
 def in_turns(name: str) -> tuple[str, ...]:
-    """Flags for one request at a time, with a short timeout only for a silent server."""
+    """Returns flags for one request at a time, with a short timeout only for a silent server."""
     return ("--concurrency", "1", *(("--timeout", "1") if name == "silent" else ()))
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_what_passes_changes_nothing(ask, fake, local, tmp_path, capsys, name):
-    """Every other request fails; each answer is requested until it comes, and then no more."""
+def test_a_passing_fault_changes_nothing(ask, fake, local, tmp_path, capsys, name):
+    """Every other request fails; each answer is requested until it arrives, and then no more."""
     fault, line = PASSING[name]
     turns = itertools.count()
     fake.fault = lambda handler: next(turns) % 2 == 0 and fault(handler)
@@ -131,10 +131,10 @@ def test_what_passes_changes_nothing(ask, fake, local, tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize("name", ["busy", "cut", *UNUSABLE])
-def test_what_stays_ends_the_run_with_a_line_and_it_goes_on_later(
+def test_a_lasting_fault_ends_the_run_with_a_line_and_the_run_resumes(
     ask, fake, local, tmp_path, monkeypatch, name
 ):
-    """After three tries where it might have passed; no answer is requested twice."""
+    """A fault that may pass gets three tries; no answer is requested twice."""
     monkeypatch.setattr(module, "TRIES", 3)
     fault, line = (PASSING | UNUSABLE)[name]
     tries, turns = 3 if name in PASSING else 1, itertools.count()
@@ -153,7 +153,7 @@ def test_what_stays_ends_the_run_with_a_line_and_it_goes_on_later(
 
 
 def test_answers_under_way_are_kept_when_one_worker_gives_up(ask, fake, tmp_path, monkeypatch):
-    """Slow ones, too: they are not asked for again."""
+    """Slow answers are kept, too, and not requested again."""
     started, turns, clients = threading.Barrier(4), itertools.count(), []
     init = module.EndpointClient.__init__
     noting = lambda self, *given: (init(self, *given), clients.append(self))[0]
@@ -178,7 +178,7 @@ def test_answers_under_way_are_kept_when_one_worker_gives_up(ask, fake, tmp_path
 
 
 def test_a_refused_prompt_ends_its_conversation_alone(ask, fake, tmp_path, capsys):
-    """The same command does not ask for it again; an answer that came before it stays."""
+    """A second run does not send the prompt again; an earlier answer of its conversation stays."""
     posts = itertools.count()
     fake.fault = lambda handler: next(posts) == 3 and handler.reply(400, {"error": "too odd"})
     ask(tmp_path / "a.jsonl", *LIMITED, "--concurrency", "1")
@@ -197,7 +197,7 @@ def test_retry_after_is_obeyed(ask, fake, tmp_path):
 # ---- other servers ------------------------------------------------------------------------
 
 
-def test_a_server_that_is_not_there(ask, tmp_path, monkeypatch):
+def test_a_server_that_does_not_exist(ask, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "TRIES", 2)
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(InputError, match=rf"{url}: no answer \(.*refused\), 2 times"):
@@ -218,7 +218,7 @@ def test_keys(ask, fake, tmp_path):
 
 
 def test_models(ask, fake, folder, tmp_path):
-    """A server's only model needs no name, and a run goes on at any server with its model."""
+    """A server's only model needs no name; a run resumes at any server with the same model."""
     turns = itertools.count()
     fake.fault = lambda handler: next(turns) >= 3 and handler.reply(404, {"error": "enough"})
     flags = (*LIMITED, "--concurrency", "1")
@@ -237,7 +237,7 @@ def test_models(ask, fake, folder, tmp_path):
 
 
 def test_an_output_belongs_to_one_run(tmp_path):
-    """Two that write the same answers would have each conversation hear one of them twice."""
+    """Two runs with one output would write each answer twice."""
     output = tmp_path / "a.jsonl"
     with Partial(output, {"seed": 1}) as first:
         first.add(answer := TargetAnswer(7, [5, 4], "It is", stopped=True))
@@ -251,7 +251,7 @@ NO_URLS = "localhost:8000 ftp://host http:// http://me:secret@host http://host/v
 
 
 @pytest.mark.parametrize("url", NO_URLS.split())
-def test_what_is_no_url(url):
+def test_invalid_urls(url):
     with pytest.raises(InputError, match="--endpoint is not the URL of a server; write") as raised:
         address_of(url)
     assert "secret" not in str(raised.value)
@@ -268,7 +268,7 @@ def test_flags_of_this_machine_are_refused(ask, tmp_path, flag):
 
 @pytest.mark.slow
 def test_a_server_of_the_bundled_pair_answers_as_this_machine(tmp_path):
-    """Drawn answers through infer.serve, and drafted here; four conversations in two slots."""
+    """Sampled answers of infer.serve equal local ones: four conversations in two slots."""
     talks = [
         [{"role": "user", "content": text} for text in (f"Room {i}?", "Why?")] for i in range(4)
     ]

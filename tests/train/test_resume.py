@@ -1,6 +1,6 @@
-"""Nothing is lost: runs that are killed, stopped, started twice, changed; damage; full disks.
+"""Runs that are killed, stopped, started twice or changed lose nothing; damage; full disks.
 
-Most runs are those of tests/train/toy_run.py; the trainers themselves are cut in test_training.py.
+Most runs are those of tests/train/toy_run.py; test_training.py interrupts the real trainers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from train.run import loop
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """The folder of a run that nothing disturbed."""
+    """Returns the folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     loop.fit(toy_job(toy_config(folder)), None)
     return folder
@@ -46,13 +46,13 @@ def whole(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy(whole, tmp_path) -> Path:
-    """A copy of that run, to be gone on with or damaged."""
+    """Returns a copy of that run, to be resumed or damaged."""
     shutil.copytree(whole / "run", tmp_path / "run")
     return tmp_path
 
 
 def assert_same_run(folder: Path, other: Path) -> None:
-    """The same state and the same records, bit for bit."""
+    """Asserts the same state and the same records, bit for bit."""
     for one, two in zip(final_state(folder), final_state(other), strict=True):
         assert one.dtype == two.dtype and one.tobytes() == two.tobytes()
     one, two = (path / "run" / "metrics.jsonl" for path in (folder, other))
@@ -64,7 +64,7 @@ def assert_same_run(folder: Path, other: Path) -> None:
 
 @contextlib.contextmanager
 def running(folder: Path, *flags: str, updates: int = -1) -> Iterator[subprocess.Popen]:
-    """A toy run as a process of its own, which is dead afterwards; it waits after `updates`."""
+    """Starts a toy run as a process, which waits after `updates`; kills the process at the end."""
     command = [sys.executable, "-m", "tests.train.toy_run", str(folder), *flags]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     variables = os.environ | {"TOY_UPDATES": str(updates)}
@@ -99,7 +99,7 @@ def test_killed_again_and_again_it_resumes_to_the_same_bits(whole, tmp_path):
     chance, kills = random.Random(0), 0
     for _ in range(4):
         saved = [p.name for p in tmp_path.glob("run/checkpoints/*") if p.name.isdigit()]
-        left = 11 - max(map(int, saved), default=0)  # of twelve, but for the last: none may end
+        left = 11 - max(map(int, saved), default=0)  # before the last update: no run ends
         started = min(chance.randrange(1, 7), left)
         with running(tmp_path, updates=min(started + 1, left)) as process:
             for _ in range(started):
@@ -116,7 +116,7 @@ ENDLESS = ("--optim.total_steps", "100000", "--run.save_every", "100000")
 
 
 def assert_stopped_by(what: str, folder: Path, err: str) -> None:
-    """The only checkpoint is that of the last update, which the line names."""
+    """Asserts that the only checkpoint is that of the last update, which the line names."""
     last = err.splitlines()[-1]
     (step,) = steps_of(folder)
     assert f"stopped by {what} after step {step} of" in last and "the same command goes on" in last
@@ -135,7 +135,7 @@ def test_a_terminated_run_saves_and_exits(tmp_path):
 
 @pytest.mark.slow
 def test_of_two_processes_both_stop_when_one_is_terminated(tmp_path):
-    """Both after the same update; one process restores the halves of arrays that two saved."""
+    """Both stop after the same update; one process restores arrays that two have saved."""
     flags = [*ENDLESS, "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"]
     with running(tmp_path, *flags, "0") as first, running(tmp_path, *flags, "1") as second:
         wait_for_update(second, 3)
@@ -147,7 +147,7 @@ def test_of_two_processes_both_stop_when_one_is_terminated(tmp_path):
 
 
 def test_stopped_at_an_uneven_step_it_resumes_to_the_same_bits(whole, tmp_path):
-    """Step 9 has an evaluation, which an interrupted run leaves to its successor."""
+    """Step 9 has an evaluation, which an interrupted run leaves to the resumed run."""
 
     def batch(step: int):
         if step == 8:
@@ -164,7 +164,7 @@ def test_stopped_at_an_uneven_step_it_resumes_to_the_same_bits(whole, tmp_path):
 
 
 def test_a_run_that_dies_in_an_evaluation_evaluates_again(whole, tmp_path):
-    """The state is saved before it is evaluated, and what is missing then is made up for."""
+    """The state is saved before its evaluation, and the resumed run repeats the evaluation."""
 
     def evaluate(params: Any, frozen: Any) -> Any:
         raise RuntimeError("no more memory")
@@ -179,8 +179,8 @@ def test_a_run_that_dies_in_an_evaluation_evaluates_again(whole, tmp_path):
     assert_same_run(tmp_path, whole)
 
 
-def test_a_run_goes_on_without_a_fresh_state_and_with_other_bookkeeping(whole, copy):
-    """A fresh state beside the restored one would take the memory of two. A record was cut."""
+def test_a_run_resumes_without_a_fresh_state_and_with_other_bookkeeping(whole, copy):
+    """A fresh state beside the restored one would double the memory. One record is truncated."""
 
     def start() -> Any:
         raise AssertionError("a state was made anew")
@@ -203,7 +203,7 @@ def test_a_finished_run_is_left_as_it_is(whole, copy):
 
 
 def arrays_of(folder: Path, step: int) -> Path:
-    """The file that holds a checkpoint's arrays."""
+    """Returns the file that holds a checkpoint's arrays."""
     files = (folder / "run" / "checkpoints" / str(step) / "state").rglob("d/*")
     return max(files, key=lambda path: path.stat().st_size)
 
@@ -223,7 +223,7 @@ DAMAGE = {
     "has changed": lambda folder: flip_a_bit(arrays_of(folder, 12)),
     "is missing": lambda folder: arrays_of(folder, 12).unlink(),
     "files.json is damaged": lambda folder: cut_short(folder / "run/checkpoints/12/files.json"),
-    "meta: ": lambda folder: (  # of an earlier version, whose checkpoints have no list of files
+    "meta: ": lambda folder: (  # of an earlier version: its checkpoints have no list of files
         (folder / "run/checkpoints/12/files.json").unlink(),
         cut_short(folder / "run/checkpoints/12/meta/metadata"),
     ),
@@ -262,7 +262,7 @@ READING = {
 
 @pytest.mark.parametrize("name", READING)
 def test_an_error_of_reading_is_not_damage(copy, monkeypatch, name):
-    """It is raised as it is: nothing is renamed, and no older checkpoint is taken instead."""
+    """The error is raised unchanged: nothing is renamed, and no older checkpoint is used."""
     where, function, error = READING[name]
     expected = InputError if name == "disk" else type(error)
     with monkeypatch.context() as patch:
@@ -277,7 +277,7 @@ def test_an_error_of_reading_is_not_damage(copy, monkeypatch, name):
 
 
 def test_a_disk_that_fills_up_in_a_save_loses_nothing(whole, copy):
-    """No file may have more than 5 kB, which the arrays exceed."""
+    """No file may exceed 5 kB, and the arrays do."""
     shutil.rmtree(copy / "run/checkpoints/12")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
@@ -293,7 +293,7 @@ def test_a_disk_that_fills_up_in_a_save_loses_nothing(whole, copy):
     assert_same_run(copy, whole)
 
 
-# ---- whose directory ----------------------------------------------------------------------
+# ---- the owner of a directory -------------------------------------------------------------
 
 
 def test_two_runs_on_one_directory_are_refused(tmp_path):
@@ -318,7 +318,7 @@ DISTILLED = distill_config(Path("runs"), Path("target"))
 
 
 def test_settings_younger_than_a_run_count_as_their_defaults():
-    """As a first version saved them: nested, two of `run` outside it, many not yet there."""
+    """A first version saved nested settings, two of `run` at the top, and lacked many fields."""
     config = DISTILLED
     first = dataclasses.asdict(dataclasses.replace(config, run=None, output=""))
     first |= {"seed": config.run.seed, "dtype": config.run.dtype}
@@ -351,5 +351,5 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         loop.fit(toy_job(config, batch=batch, evaluate=evaluate), None)
     assert steps_of(tmp_path) == ["4", "6", "8"]
-    loop.fit(toy_job(config, evaluate=evaluate), None)  # it still knows how good 4 is
+    loop.fit(toy_job(config, evaluate=evaluate), None)  # the resumed run still has the tau of 4
     assert steps_of(tmp_path) == ["10", "12", "4"]

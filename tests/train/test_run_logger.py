@@ -1,4 +1,4 @@
-"""Figures that a user watches: steps that are not finite, speed, progress, TensorBoard."""
+"""The run logger: steps that are not finite, speed, progress, TensorBoard."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_step_that_is_not_finite_can_be_skipped(tmp_path, capsys):
 # ---- figures ------------------------------------------------------------------------------
 
 
-def test_speed_stands_beside_the_metrics(tmp_path, monkeypatch, capsys):
+def test_speed_is_logged_with_the_metrics(tmp_path, monkeypatch, capsys):
     kind = jax.devices()[0].device_kind
     monkeypatch.setitem(metrics.PEAK_FLOPS, kind, 1e9)
     fit(toy_job(toy_config(tmp_path), flops_per_token=100.0), None)

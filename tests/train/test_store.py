@@ -1,6 +1,6 @@
-"""Runs, checkpoints and data in an object store: gs://bucket/... is a folder.
+"""Runs, checkpoints and data in an object store: gs://bucket/... is used like a folder.
 
-It is never locked or renamed. What reaches a real one is replaced at two places: the file system of
+A store is never locked or renamed. Tests replace two accesses to a real store: the file system of
 fsspec, through which epath reads and writes, and the store that Orbax names to TensorStore.
 """
 
@@ -33,7 +33,7 @@ RUN = "gs://bucket/runs/toy"
 
 
 def stand_in(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """From now on gs://NAME is `folder`/NAME."""
+    """Maps gs://NAME to `folder`/NAME from now on."""
 
     class Folder(LocalFileSystem):
         protocol = ("gcs", "gs")
@@ -78,7 +78,7 @@ def trained(config, **changes):
 
 
 def test_a_run_in_a_store_is_that_in_a_folder(store, tmp_path, monkeypatch):
-    """It is cut and goes on from its last checkpoint that is whole."""
+    """The run is interrupted, and resumes from its last complete checkpoint."""
     monkeypatch.chdir(tmp_path)  # where no folder of a URL's name may appear
     wanted = trained(toy_config(tmp_path / "beside"))
     config = changed(toy_config(tmp_path), run_directory=RUN)
@@ -102,7 +102,7 @@ def test_a_run_in_a_store_is_that_in_a_folder(store, tmp_path, monkeypatch):
     assert not (tmp_path / "gs:").exists()
 
 
-def test_data_comes_from_a_store(store):
+def test_data_is_read_from_a_store(store):
     folder = store / "bucket" / "chat"
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"text": "one"}\n')

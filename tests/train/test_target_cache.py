@@ -1,4 +1,4 @@
-"""A target's pass kept on disk: the same training without it, and no other file taken for it."""
+"""A cache of a target's pass gives the same training, and other files are refused."""
 
 import os
 import shutil
@@ -39,7 +39,7 @@ DRAFTERS = {
 
 
 def assert_same_runs(folder: Path, target: Path, kind: str) -> None:
-    """Trains with and without a cache, to the same bits."""
+    """Asserts that training with and without a cache is equal, bit by bit."""
     drafter, feedback = DRAFTERS[kind]
     for name, flags in (("plain", None), ("cached", CacheFlags(folder / "cache", 1.0))):
         config = changed(distill_config(folder / name, target), drafter=drafter, feedback=feedback)
@@ -58,7 +58,7 @@ def test_a_run_with_a_cache_is_the_same_run(small_target, tmp_path, kind, capsys
 
 @pytest.mark.slow
 def test_programs_as_users_run_them_are_the_same(small_target, tmp_path):
-    """With all of the compiler's optimisations, which join what is computed to what is read."""
+    """With all optimisations, the compiler fuses computed and read arrays."""
     code = "from pathlib import Path; from tests.train.test_target_cache import assert_same_runs; "
     code += f"assert_same_runs(Path({str(tmp_path)!r}), Path({str(small_target)!r}), 'moa')"
     environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
@@ -69,7 +69,7 @@ def test_programs_as_users_run_them_are_the_same(small_target, tmp_path):
 
 
 def keep(number_B: np.ndarray) -> dict[str, np.ndarray]:
-    """Parts that say their row."""
+    """Returns arrays that identify their row."""
     last = 10.0 * number_B[:, None, None] + np.arange(6.0).reshape(3, 2)
     stream = np.broadcast_to(number_B[:, None, None], (len(number_B), 3, 4))
     return {"last": last.astype(np.float32), "stream-2": stream.astype(jnp.bfloat16)}
@@ -95,7 +95,7 @@ def test_rows_are_read_as_they_were_kept(tmp_path):
     assert not cache.missing() and list(cache.parts(["last"], number_B)) == ["last"]
 
 
-def test_what_is_there_is_not_made_again_and_what_lacks_is_added(tmp_path):
+def test_existing_rows_are_not_computed_again_and_missing_rows_are_added(tmp_path):
     build(cache_in(tmp_path))
     before = (tmp_path / "last").stat()
     cache = cache_in(tmp_path, MORE)
@@ -131,7 +131,7 @@ def test_a_disk_without_room_is_refused_beforehand(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=size - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert "make room" in refusal(cache.check_room, 1.0)
-    (tmp_path / "last.partial").write_bytes(b"1234")  # it is written over
+    (tmp_path / "last.partial").write_bytes(b"1234")  # the build overwrites it
     cache.check_room(size / 1e9)
 
 
@@ -160,12 +160,12 @@ def test_damaged_files_are_refused(tmp_path):
         assert "last is damaged (row 1 has changed); remove it" in refused
     (tmp_path / "cache.json").write_text('{"target')
     assert "cache.json is not valid JSON" in refusal(cache_in, tmp_path)
-    (tmp_path / "cache.json").rename(tmp_path / "letter.txt")  # another's folder is left alone
+    (tmp_path / "cache.json").rename(tmp_path / "letter.txt")  # a foreign folder is not changed
     assert "is no target cache" in refusal(cache_in, tmp_path)
 
 
 def test_a_cache_belongs_to_weights_whatever_the_tokenizer(small_target, tmp_path, monkeypatch):
-    """Also to those that are fetched after the description, as a hub gives it."""
+    """This holds for weights that are fetched after the description, as from a hub."""
     bare, target = tmp_path / "bare", tmp_path / "target"
     shutil.copytree(small_target, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(small_target, target)
@@ -191,7 +191,7 @@ def rows_of(seed: int, count: int = 4, length: int = 6) -> Batch:
     return Batch(tokens_BT, np.ones_like(tokens_BT), position_BT, tokens_BT > 3)
 
 
-def test_the_hash_of_rows_sees_what_the_target_sees():
+def test_the_hash_of_rows_covers_the_inputs_of_the_target():
     rows = rows_of(0)
     known = rows_hash(Batches(rows, 2, seed=0))
     assert rows_hash(Batches(rows._replace(response_BT=~rows.response_BT), 2, seed=1)) == known

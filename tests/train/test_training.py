@@ -1,4 +1,4 @@
-"""The trainers from end to end at toy size: a target, its drafter; cut and resumed."""
+"""The trainers end to end at toy size: a target, its drafter, interrupted and resumed."""
 
 import dataclasses
 import functools
@@ -81,7 +81,7 @@ def distill_config(folder: Path, target: Path, num_reused: int = 0) -> DistillCo
 
 
 def changed(config: Any, **changes: Any) -> Any:
-    """A config with settings replaced, `data_seed=1` for the field `seed` of its `data`."""
+    """Returns a config with other settings; `data_seed=1` sets the field `seed` of its `data`."""
     for name, value in changes.items():
         part, _, field = name.partition("_")
         if part in {"data", "loss", "masks", "optim", "run"} and field:
@@ -94,7 +94,7 @@ def changed(config: Any, **changes: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def distilled(small_target, tmp_path_factory) -> Path:
-    """The folder of a run that nothing interrupted; to be read, not changed."""
+    """Returns the folder of an uninterrupted run; to be read, not changed."""
     folder = tmp_path_factory.mktemp("distilled")
     distill.distill(distill_config(folder, small_target))
     return folder
@@ -106,7 +106,7 @@ def metrics(folder: Path, kind: str, run: str = "run") -> list[dict]:
 
 
 def cut_at(monkeypatch, step: int) -> None:
-    """From now on the batch of this step ends the program, as any fault would."""
+    """Makes the batch of this step raise, as any fault would."""
     deal = Batches.batch
 
     def batch(self, index, *rows):
@@ -142,7 +142,7 @@ def test_distilled_drafter_decodes(small_target, distilled, tmp_path, num_reused
 
 
 def test_resume_is_exact(small_target, distilled, tmp_path, monkeypatch):
-    """Cut after a checkpoint and run again: the same drafter, bit for bit, and whole metrics."""
+    """A run is cut after a checkpoint and resumed: the drafter and the metrics are the same."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         cut_at(patch, step=8)
         distill.distill(distill_config(tmp_path / "cut", small_target))
@@ -214,7 +214,7 @@ def test_accumulation_averages_the_gradients_of_micro_batches():
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
-    """Though the loss is: the distance of a point from itself."""
+    """The loss, the distance of a point from itself, is finite, and its gradient is not."""
     tx = optimizer(OPTIM)
     params = {"w": jnp.zeros(3), "b": jnp.ones(2)}
 
@@ -232,7 +232,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
 
 
 def test_evaluations_multiply_as_updates_do(small_target, tmp_path, monkeypatch):
-    """In float32, also where hardware has a faster, less exact kind of it."""
+    """Evaluations use float32, also on hardware with a faster, less exact mode."""
     seen = []
     evaluate = lambda *_: seen.append(jax.config.jax_default_matmul_precision) or {}
     monkeypatch.setattr(distill, "_evaluation", lambda *_: evaluate)

@@ -1,4 +1,4 @@
-"""Runs that start from a drafter that was trained before: where they start, and what is refused."""
+"""Runs that start from a trained drafter: their start, and refused starts."""
 
 import dataclasses
 import functools
@@ -40,8 +40,8 @@ def evaluations(folder: Path) -> list[list]:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_weights_of_another(small_target, distilled, tmp_path):
-    """It starts at the other's last evaluation, with a fresh optimiser and another rate."""
+def test_a_run_starts_from_the_weights_of_another(small_target, distilled, tmp_path):
+    """The run starts at the other's last evaluation, with a new optimiser and another rate."""
     config = warm_config(tmp_path, small_target, distilled / "run")
     distill.distill(changed(config, optim_learning_rate=1e-4, optim_peak=1.0))
     before, after = evaluations(distilled), evaluations(tmp_path)
@@ -50,9 +50,9 @@ def test_a_run_goes_on_from_the_weights_of_another(small_target, distilled, tmp_
     assert after[-1][0] < before[-1][0]
 
 
-# Of the paper's parts, for the authors' layouts know no others.
+# Without the extra parts, because the authors' layouts lack them.
 MOA = dataclasses.replace(demo_drafter.config.drafter, hidden_in_memory=False)
-EAGLE3 = Eagle3Config(1, 24, draft_ids=tuple(range(0, 2048, 4)))  # its head is of some tokens
+EAGLE3 = Eagle3Config(1, 24, draft_ids=tuple(range(0, 2048, 4)))  # its head covers some tokens
 
 
 STARTS = [("moa", layout) for layout in ("ours", "authors", "vllm", "speculators")]
@@ -61,7 +61,7 @@ STARTS += [("eagle3", layout) for layout in ("ours", "authors")]
 
 @pytest.mark.parametrize(("method", "layout"), STARTS)
 def test_every_layout_is_a_start(method, layout, tmp_path):
-    """The same weights, bit for bit, whatever config.json tells of them."""
+    """The weights are the same, bit for bit, for any content of config.json."""
     config, start = demo_drafter.config, tmp_path / "draft"
     drafter = EAGLE3 if method == "eagle3" else MOA
     config = changed(config, drafter=drafter, run=run_config(tmp_path), init_from=str(start))
@@ -96,10 +96,10 @@ def test_another_start_is_refused_before_the_target_is_loaded(
 
 @pytest.fixture
 def earlier(tmp_path, monkeypatch) -> Path:
-    """The working directory, with the run that commit 757377e saved.
+    """Returns the working directory, with the run that commit 757377e saved.
 
-    It is the run of `distill_config` there: the checkpoint of step 8 of 12, the finished drafter
-    and its target. All paths are relative.
+    This run of `distill_config` has the checkpoint of step 8 of 12, the finished drafter and its
+    target. All paths are relative.
     """
     with tarfile.open(Path(__file__).with_name("run_of_757377e.tar.gz")) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -109,7 +109,7 @@ def earlier(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.slow
-def test_an_earlier_checkpoint_goes_on_and_an_earlier_drafter_decodes(earlier, capsys):
+def test_an_earlier_checkpoint_resumes_and_an_earlier_drafter_decodes(earlier, capsys):
     target = load_target("target", np.float32)
     session = Session(target, load_drafter("draft", target), DraftShape(3))
     drafted, plain = (

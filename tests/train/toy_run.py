@@ -1,6 +1,6 @@
-"""A training run that costs next to nothing: `python -m tests.train.toy_run FOLDER [FLAGS]`.
+"""A fast training run: `python -m tests.train.toy_run FOLDER [FLAGS]`.
 
-A bigram model on random tokens, with tokens left out at random, through the real update, loop and
+Trains a bigram model on random tokens, with random dropout, by the real update, loop and
 checkpoints, on all devices of all processes. The batch of a step depends on the step alone. Prints
 a line as each update starts. FLAGS are dotted settings and those of infer.cli.flags.cluster.
 """
@@ -42,7 +42,7 @@ VOCAB, WIDTH, LENGTH, ROWS = 16, 64, 8, 4
 
 
 def toy_config(folder: Path | str, **run_settings: Any) -> PretrainConfig:
-    """Twelve steps, a save every fourth, an evaluation every third."""
+    """Returns twelve steps, a save every fourth, an evaluation every third."""
     settings = {"log_every": 2, "eval_every": 3, "save_every": 4} | run_settings
     return PretrainConfig(
         target=TargetConfig(
@@ -63,13 +63,13 @@ def toy_batch(step: int) -> Batch:
 
 
 def place_of(array: Any) -> NamedSharding:
-    """Matrices are cut over all devices, and each device has a copy of a number."""
+    """Splits matrices over all devices, and copies scalars to each device."""
     mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(AxisType.Auto,))
     return NamedSharding(mesh, PartitionSpec(*["rows"] * (array.ndim > 0)))
 
 
 def placed(array: Any) -> jax.Array:
-    """A host array on all devices."""
+    """Puts a host array on all devices."""
     array = np.asarray(array)
     return jax.make_array_from_callback(array.shape, place_of(array), lambda index: array[index])
 
@@ -79,7 +79,7 @@ def placed_batch(step: int) -> Batch:
 
 
 def toy_loss(params: Any, frozen: Any, batch: Batch, key: Any, progress: Any) -> Any:
-    """Next-token loss; a token of -1 makes it NaN."""
+    """Returns the next-token loss; a token of -1 makes it NaN."""
     here_BTV = jax.nn.one_hot(batch.tokens_BT, VOCAB)
     here_BTV *= jax.random.bernoulli(key, 0.8, (*batch.tokens_BT.shape, 1))
     spoilt = jnp.where(jnp.any(batch.tokens_BT < 0), jnp.nan, 1.0)
@@ -87,7 +87,7 @@ def toy_loss(params: Any, frozen: Any, batch: Batch, key: Any, progress: Any) ->
 
 
 def toy_job(config: PretrainConfig, **changes: Any) -> TrainJob:
-    """The job of `config`, with some of its parts replaced."""
+    """Returns the job of `config`, with some of its parts replaced."""
     seed, tx = config.run.seed, optimizer(config.optim)
 
     def init(key: Any) -> Any:
@@ -118,19 +118,19 @@ def toy_update(optim: OptimConfig, seed: int) -> Any:
 
 
 def final_state(folder: Path, config: PretrainConfig | None = None) -> list[np.ndarray]:
-    """The arrays of the newest checkpoint: step, parameters, optimiser state."""
+    """Returns the arrays of the newest checkpoint: step, parameters, optimiser state."""
     config = config or toy_config(folder)
     with Checkpoints(config) as checkpoints:
         return jax.tree.leaves(jax.device_get(checkpoints.restore(toy_job(config).abstract)))
 
 
 def steps_of(folder: Path) -> list[str]:
-    """Names in the folder of checkpoints."""
+    """Returns the names in the folder of checkpoints."""
     return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
 
 
 def printed_batch(step: int) -> Batch:
-    """The batch of a step, which is printed; after $TOY_UPDATES of them the run awaits a kill."""
+    """Prints a step and returns its batch; after $TOY_UPDATES batches, waits for a kill."""
     global _num_batches
     if str(_num_batches) == os.environ.get("TOY_UPDATES"):
         time.sleep(600)

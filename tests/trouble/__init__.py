@@ -1,1 +1,1 @@
-"""Trouble that people report of such software: each kind once, through the command line."""
+"""Problems that users report of similar software, each tested once by the command line."""

@@ -1,4 +1,4 @@
-"""Programs as their users start them, in processes of their own."""
+"""Programs as users start them, in separate processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.meeting import wait_for
 
 @pytest.fixture
 def start() -> Callable[..., Done]:
-    """Runs a program in a process of its own: slower, with streams and variables of its own."""
+    """Runs a program in a separate process: slower, with separate streams and variables."""
 
     def start(
         name: str, *arguments: object, stdin: bytes = b"", cwd: Path = ROOT, **variables: str
@@ -37,7 +37,7 @@ def start() -> Callable[..., Done]:
 
 @pytest.fixture
 def served(tmp_path) -> Callable[..., contextlib.AbstractContextManager]:
-    """Starts a server whose streams bash redirects; its address without /v1, and its process."""
+    """Starts a server with redirected streams; returns its address without /v1, and its process."""
 
     @contextlib.contextmanager
     def served(

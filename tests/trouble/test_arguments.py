@@ -1,4 +1,4 @@
-"""Python's own API: arrays of any library, and values that are no token ids, no number, no stop."""
+"""The Python API: arrays of any library, and invalid token ids, numbers and stops."""
 
 import json
 
@@ -46,7 +46,7 @@ PROMPTS = [
     ],
     ids=repr,
 )
-def test_what_is_no_prompt_length_or_stop_is_one_line(session, given, says):
+def test_invalid_prompts_lengths_and_stops_are_one_line(session, given, says):
     with pytest.raises(InputError, match=says) as error:
         session.generate(*given)
     assert "\n" not in str(error.value) and len(str(error.value)) < 150

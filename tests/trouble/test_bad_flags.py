@@ -129,7 +129,7 @@ BAD: dict[str, dict[str, str]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A random pair whose target has 300 tokens, 256 positions and a tokenizer, and its faults."""
+    """Returns a random pair of 300 tokens and 256 positions with a tokenizer, and faulty files."""
     folder = tmp_path_factory.mktemp("pair")
     save_random_pair(folder, "llama", seed=5, vocab_size=300, num_hidden_layers=2)
     for name, source in (("silent", "target"), ("wide", "draft")):

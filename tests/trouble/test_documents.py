@@ -1,4 +1,4 @@
-"""Documents of many answers: a run that is cut keeps what it wrote, says so, and can go on."""
+"""A run of many answers that is interrupted keeps its output, reports it, and can resume."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from moa_jax import Session
 
 @pytest.fixture
 def flags(saved, tmp_path) -> list[object]:
-    """Six prompts for a small target, in plain decoding."""
+    """Returns flags of six prompts for a small target, in plain decoding."""
     file = tmp_path / "prompts.jsonl"
     prompts = [[5 + i, 6, 7] for i in range(6)]
     file.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in prompts))
@@ -25,7 +25,7 @@ def flags(saved, tmp_path) -> list[object]:
 
 @pytest.fixture
 def cut_run(run, monkeypatch):
-    """Runs a program that Ctrl-C cuts after `count` answers."""
+    """Runs a program that Ctrl-C interrupts after `count` answers."""
 
     def cut_run(count: int, *command: object):
         generate, answers = Session.generate, iter(range(count))
@@ -62,8 +62,8 @@ def test_an_interrupted_document_has_the_answers_so_far(run, flags, cut_run, tmp
     assert tokens_of(json.loads(file.read_text())) == tokens_of(whole)
 
 
-def test_a_cut_file_goes_on(run, flags, cut_run, tmp_path):
-    """After Ctrl-C and after a kill in the middle of a result; with a batch of another size."""
+def test_a_truncated_file_is_resumed(run, flags, cut_run, tmp_path):
+    """The run ends by Ctrl-C, or by a kill within a result, and resumes with another batch."""
     whole, file = json.loads(run("infer.generate", *flags, "--json").out), tmp_path / "out.json"
     to_file = [*flags, "--output", file]
     done = cut_run(2, "infer.generate", *to_file)
@@ -84,8 +84,8 @@ def test_a_cut_file_goes_on(run, flags, cut_run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
-def test_what_a_signal_leaves_can_be_read(flags, number):
-    """What SIGTERM cuts is whole JSON, and `]}` completes what a kill has cut."""
+def test_an_output_cut_by_a_signal_can_be_read(flags, number):
+    """After SIGTERM the output is whole JSON; after a kill, `]}` completes the output."""
     slow = "import time; from moa_jax import Session; generate = Session.generate\n"
     slow += "Session.generate = lambda *a, **k: time.sleep(0.5) or generate(*a, **k)\n"
     slow += "from infer.cli.program import run; from infer.generate import main; run(main)"

@@ -1,4 +1,4 @@
-"""The machine, its variables and local files of a user: one line says what to change."""
+"""The machine, its variables and local files of a user: errors of one line name the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that are not: NaN in weights, casts that overflow, JSON that has no word for them."""
+"""Numbers that are not finite: NaN in weights, casts that overflow, and JSON, which has none."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def models(pair: Path) -> tuple[object, ...]:
     return "--target", pair / "target", "--draft", pair / "draft"
 
 
-# NaN in a drafter changes no text. XLA's maximum on CPUs leaves one NaN among logits out.
+# NaN in a drafter changes no text. XLA's maximum on CPUs ignores one NaN among logits.
 @pytest.mark.parametrize(
     "model, name, change, mode, says",
     [
@@ -65,14 +65,14 @@ def test_nan_after_some_tokens_is_named(run, pair):
 
 @pytest.fixture
 def broken(tmp_path) -> Path:
-    """The bundled target with one NaN."""
+    """Returns the bundled target with one NaN."""
     shutil.copytree(DEMO / "target", tmp_path / "target")
     damage(tmp_path / "target", WEIGHT, nan_at(0, 3))
     return tmp_path / "target"
 
 
 def test_eight_bits_do_not_hide_nan(run, broken):
-    """XLA's maximum on CPUs leaves NaN out of matrices that are not small."""
+    """XLA's maximum on CPUs ignores NaN in matrices that are not small."""
     flags = ("--target", broken, *PROMPT, "--mode", "plain", "--weights", "int8")
     assert f"{WEIGHT} holds values that are not finite" in run("infer.generate", *flags).refusal()
 
@@ -90,7 +90,7 @@ def test_a_cast_that_overflows_writes_nothing(run, pair, tmp_path, model, name):
 
 
 def strict(text: str) -> dict:
-    """A document as parsers other than Python's read it."""
+    """Parses a document as parsers other than Python's do."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not a word of JSON")
@@ -111,7 +111,7 @@ GOOD, BAD = [7, 8, 9, 10], [7, 8, 90, 10]
 
 
 @pytest.mark.slow
-def test_a_server_answers_with_an_error_and_goes_on(small_target, served, tmp_path):
+def test_a_server_answers_with_an_error_and_continues(small_target, served, tmp_path):
     folder = shutil.copytree(small_target, tmp_path / "target")
     edit_json(folder / "config.json", tie_word_embeddings=False)
     edit_tensors(folder, **{"lm_head.weight": tensors_of(folder)["model.embed_tokens.weight"]})
@@ -131,7 +131,7 @@ def test_a_server_answers_with_an_error_and_goes_on(small_target, served, tmp_pa
             assert str(tmp_path) not in answer.text
         assert "hold NaN or infinity" in ask(BAD, stream=True).text
         assert ask(GOOD).json()["choices"][0]["text"] == before
-        assert ask([*BAD[:2], 11]).status_code == 200  # it begins as the bad one
+        assert ask([*BAD[:2], 11]).status_code == 200  # it starts like the bad request
         assert httpx.get(f"{url}/health").status_code == 200
 
 

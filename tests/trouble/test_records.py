@@ -1,4 +1,4 @@
-"""Records of data: read whole and alike by all programs, and one bad record ends no run."""
+"""All programs read the records of a file alike, and one bad record does not end a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TARGET = DEMO / "target"
 HELLO = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello!"}]
 TALK = [*HELLO, {"role": "user", "content": "And now?"}, {"role": "assistant", "content": "Tea."}]
 SYSTEM = {"role": "system", "content": "Be brief."}
-R1 = (  # opens a thought in the prompt, and cuts thoughts out of all answers
+R1 = (  # opens a thought in the prompt, and removes thoughts from all answers
     "{{ bos_token }}{% for m in messages %}{% set text = m['content'].split('</think>')[-1] %}"
     "{{ '<|' ~ m['role'] ~ '|>' ~ text ~ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|><think>' }}{% endif %}"
@@ -38,7 +38,7 @@ def write(path: Path, *records: object) -> Path:
 
 @pytest.fixture
 def data_lines(run, tmp_path):
-    """The lines of train.distill on its data; the run ends where its cache has no place."""
+    """Returns the lines of train.distill on its data; an unusable cache folder ends the run."""
 
     def lines(file: Path, *flags: object) -> list[str]:
         place = write(tmp_path / "no folder")
@@ -55,7 +55,7 @@ def data_lines(run, tmp_path):
 
 @pytest.fixture
 def prompts_of(run):
-    """The ids of the prompts that infer.generate reads of a file, and its lines."""
+    """Returns the ids of the prompts that infer.generate reads from a file, and its stderr."""
 
     def prompts(file: Path) -> tuple[list[list[int]], str]:
         flags = ("--prompts", file, "--json", "--mode", "plain", "--max-new-tokens", 1)
@@ -68,7 +68,7 @@ def prompts_of(run):
 
 @pytest.fixture
 def answers_of(run, tmp_path):
-    """Records that train.regenerate writes of a file, and its lines; a server answers at once."""
+    """Returns the records of train.regenerate for a file, and its stderr; a server answers."""
 
     def answers(file: Path, target: Path = TARGET) -> tuple[list[dict], str]:
         output = tmp_path / "answers.jsonl"
@@ -81,8 +81,8 @@ def answers_of(run, tmp_path):
     return answers
 
 
-def test_messages_come_before_a_rendered_text(data_lines, tmp_path):
-    """The text has no mark of an answer and no end of a turn."""
+def test_messages_override_a_rendered_text(data_lines, tmp_path):
+    """The rendered text marks no answer and no end of a turn."""
     text = {"text": "### user: Hi there\n### assistant: Hello!"}
     mixed = [{"messages": HELLO}, {"messages": HELLO} | text, {"messages": HELLO} | text]
     line, notes = data_lines(write(tmp_path / "a.jsonl", *mixed))
@@ -93,7 +93,7 @@ def test_messages_come_before_a_rendered_text(data_lines, tmp_path):
 
 
 def test_a_null_key_is_absent(answers_of, tmp_path):
-    """Tables write null, or NaN, for what is missing, in records and in messages."""
+    """Tables write null, or NaN, for missing values, in records and in messages."""
     nulls = [{"role": None, "content": None} | each for each in share_gpt(HELLO)]
     records = [
         {"messages": HELLO, "conversations": None, "text": None, "system": None},
@@ -114,7 +114,7 @@ def test_a_greeting_before_the_first_question_is_kept(answers_of, tmp_path):
 
 
 def test_a_system_text_beside_the_messages_is_in_the_prompt(prompts_of, tmp_path):
-    """Of every style; where the messages hold another one, the key is named."""
+    """Holds for every style; if the messages have another system text, the error names the key."""
     system = {"system": "Be brief."}
     records = [
         {"messages": [SYSTEM, *HELLO]},
@@ -133,7 +133,7 @@ def test_a_system_text_beside_the_messages_is_in_the_prompt(prompts_of, tmp_path
 
 
 def test_content_in_parts_is_its_text(prompts_of, answers_of, run, tmp_path):
-    """In prompts and in records to train on; a part that is not text is refused by its type."""
+    """Holds for prompts and training records; a part that is not text is refused by its type."""
     parts = [{"type": "text", "text": "Hi there"}]
     talk = {"messages": [{"role": "user", "content": parts}]}
     file = write(tmp_path / "a.jsonl", talk, {"messages": HELLO[:1]}, {"prompt": "Hi there"})
@@ -146,8 +146,8 @@ def test_content_in_parts_is_its_text(prompts_of, answers_of, run, tmp_path):
     assert "line 1: a content part of type 'image_url'" in line
 
 
-def test_rows_that_lack_what_was_decoded_are_counted(data_lines, tmp_path):
-    """A template that cuts thoughts out of answers; a record with ids is not rendered."""
+def test_rows_without_decoded_tokens_are_counted(data_lines, tmp_path):
+    """The template removes thoughts from answers; a record with ids is not rendered."""
     target = tmp_path / "target"
     shutil.copytree(TARGET, target)
     path = target / "tokenizer_config.json"
@@ -158,7 +158,7 @@ def test_rows_that_lack_what_was_decoded_are_counted(data_lines, tmp_path):
 
 
 def test_ids_of_another_tokenizer_are_counted(data_lines, tmp_path):
-    """All of them are in this vocabulary, too, and nothing else would tell."""
+    """This vocabulary has all of the ids, so only the decoded text shows the difference."""
     tokenizer = load_tokenizer(TARGET)
     ids = tokenizer("Hello!<|end|>", add_special_tokens=False)["input_ids"]
     answers = [{"prompt_ids": [1, 9], "token_ids": each} for each in (ids, [7, *ids])]
@@ -172,7 +172,7 @@ def test_ids_of_another_tokenizer_are_counted(data_lines, tmp_path):
 
 @pytest.fixture
 def wide(tmp_path) -> Path:
-    """The bundled target with a tokenizer of two tokens more than the model has rows."""
+    """Returns the bundled target; its tokenizer has two tokens more than the model has rows."""
     place = shutil.copytree(TARGET, tmp_path / "target")
     tokenizer = load_tokenizer(place)
     tokenizer.add_tokens(["<|new|>", "<|unused|>"])
@@ -192,7 +192,7 @@ GOOD = {"messages": [HELLO[0]]}
 
 
 def test_one_bad_record_ends_no_regeneration(answers_of, wide, tmp_path):
-    """Each is left out and counted, with the place of the first."""
+    """Each bad record is skipped and counted, and the first one is named."""
     file = write(tmp_path / "a.jsonl", *(line for bad in BAD for line in (GOOD, bad)))
     records, notes = answers_of(file, wide)
     assert len(records) == len(BAD)

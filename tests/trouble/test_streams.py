@@ -1,4 +1,4 @@
-"""Streams of a process: what is no UTF-8, what is closed, what a terminal cannot write."""
+"""Streams of a process: invalid UTF-8, closed streams, and letters that stdout lacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BYTE = 133  # the bundled tokenizer's token of the byte C3, which alone is no le
 
 
 def shell(command: str) -> Done:
-    """Runs a line of bash in which PY is our Python."""
+    """Runs a line of bash; PY is the Python of the tests."""
     env = os.environ | {"PY": sys.executable}
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True)
     return Done(done.returncode, *(each.decode() for each in (done.stdout, done.stderr)))
@@ -55,7 +55,7 @@ def test_streams_that_are_closed_or_full_do_not_end_work():
 
 
 @pytest.mark.slow
-def test_a_chat_goes_on_after_a_line_that_is_not_utf8():
+def test_a_chat_continues_after_a_line_that_is_not_utf8():
     main, terminal = pty.openpty()
     command = [sys.executable, "-m", "infer.generate", "--mode", "plain", "--max-new-tokens", "3"]
     env = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
@@ -86,8 +86,8 @@ def _until(terminal: int, end: bytes) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_log_goes_on_after_its_reader_left(served, tmp_path):
-    """Also: halves of surrogate pairs are refused, and the server goes on."""
+def test_a_server_continues_after_the_reader_of_its_log_left(served, tmp_path):
+    """Halves of surrogate pairs are refused as well, and the server continues."""
     fifo = tmp_path / "log"
     os.mkfifo(fifo)
     first = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)

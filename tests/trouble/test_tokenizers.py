@@ -1,4 +1,4 @@
-"""Tokenizers: the same ids in other files, embeddings of other sizes, and the ends of turns."""
+"""Tokenizers: the same ids in other files, embeddings of other sizes, and ends of turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = ("--prompt-ids", "5,17,3", "--mode", "plain", "--max-new-tokens", "12",
 
 @pytest.fixture
 def target(pair) -> Path:
-    """A random target without any end in its configs, whose tokenizer has a word for each row."""
+    """Returns a random target without stop ids in its configs; its tokenizer has a word per row."""
     edit_json(pair / "target" / "config.json", eos_token_id=None)
     edit_json(pair / "target" / "generation_config.json", eos_token_id=None)
     write_tokenizer(pair / "target", WORDS)
@@ -44,7 +44,7 @@ def write_tokenizer(folder: Path, words: list[str], ends=(), **settings: object)
 
 
 def answer(run, target: Path, *flags: object) -> tuple[dict, str]:
-    """The answer, and stderr."""
+    """Returns the answer, and stderr."""
     done = run("infer.generate", "--target", target, *flags)
     assert done.code == 0, done.err
     return json.loads(done.out)["results"][0], done.err
@@ -54,7 +54,7 @@ def answer(run, target: Path, *flags: object) -> tuple[dict, str]:
 
 
 def resized(folder: Path, new: Path, rows: int) -> Path:
-    """The same model with more or fewer rows in its embedding and head."""
+    """Returns the same model with more or fewer rows in its embedding and head."""
     shutil.copytree(folder, new)
     edit_json(new / "config.json", vocab_size=rows)
     tensors, noise, padded = tensors_of(new), np.random.default_rng(0), {}
@@ -72,7 +72,7 @@ TREE = ("--mode", "tree", "--depth", "3", "--breadth", "2", "--total-tokens", "4
 @pytest.mark.parametrize("rows", [90, VOCAB + 11])
 @pytest.mark.parametrize("law", [(), pytest.param(SAMPLED, marks=pytest.mark.slow)], ids=str)
 def test_a_small_model_with_other_rows_drafts(run, target, tmp_path, rows, law):
-    """It lacks the target's ids from 90 on, of which the prompt has 100, or has ids to spare."""
+    """The drafter lacks the target's ids from 90 on (the prompt has 100), or has more ids."""
     flags = ("--draft", resized(target, tmp_path / "draft", rows), "--json", *law)
     flags += ("--prompt-ids", "5,17,100,3,5,17", "--max-new-tokens", "24")
     plain, _ = answer(run, target, *flags, "--mode", "plain")
@@ -82,7 +82,7 @@ def test_a_small_model_with_other_rows_drafts(run, target, tmp_path, rows, law):
         assert law or drafted["tau"] > 1
 
 
-def test_a_drafter_knows_its_target_padded_and_with_a_tokenizer_written_anew(
+def test_a_drafter_accepts_its_target_padded_and_with_a_rewritten_tokenizer(
     run, pair, target, tmp_path
 ):
     stated = ("--target-layer-inference", "0", "--output", tmp_path / "draft")
@@ -102,7 +102,7 @@ def test_a_drafter_knows_its_target_padded_and_with_a_tokenizer_written_anew(
 
 
 def test_the_tokenizer_ends_answers(run, target):
-    """By its eos token, and by the end that its template writes; other tokens end nothing."""
+    """The eos token and the end in the chat template end an answer; other tokens do not."""
     found, _ = answer(run, target, *PROMPT)
     assert found["finish_reason"] == "length"
     ids = found["token_ids"]

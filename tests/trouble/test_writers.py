@@ -1,4 +1,4 @@
-"""Writers: files of others, links and inputs stay, and a cut write is never read as whole."""
+"""Writers keep files of others, links and inputs, and a truncated write is never read as whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHERS = {".git/HEAD": "ref: main", "README.md": "by hand", "notes/a/plan.txt": 
 
 
 def others_in(folder: Path) -> Path:
-    """Puts files of others into a folder, as a clone of a repository has them."""
+    """Writes files of others into a folder, as in a clone of a repository."""
     for name, text in OTHERS.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -33,20 +33,20 @@ def assert_others_stay(folder: Path) -> None:
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
-    """All files below a folder."""
+    """Returns all files below a folder."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def as_float16(pair: Path, output: Path) -> list[object]:
-    """A command that writes the pair's target in another dtype."""
+    """Returns a command that writes the pair's target in another dtype."""
     flags = ["--target", pair / "target", "--dtype", "float16", "--output", output]
     return ["infer.convert", *flags, "--overwrite"]
 
 
 @pytest.fixture
 def clone(pair) -> Path:
-    """A drafter of the pair in a clone of a repository."""
+    """Returns a drafter of the pair in a clone of a repository."""
     return others_in(shutil.copytree(pair / "draft", pair.parent / "clone"))
 
 
@@ -54,7 +54,7 @@ def clone(pair) -> Path:
 
 
 def test_files_of_others_stay(run, pair, clone, tmp_path):
-    """In a folder of an earlier model, behind a relative link, and in a new clone."""
+    """Outputs are a folder of an earlier model, a relative link, and a new clone."""
     link, new = tmp_path / "link", others_in(tmp_path / "new")
     link.symlink_to(clone.name)
     for output in (link, new):
@@ -66,7 +66,7 @@ def test_files_of_others_stay(run, pair, clone, tmp_path):
     drafter = ["--draft", pair / "draft", "--target-layer-inference", "0"]
     assert run(*as_float16(pair, clone), *drafter).code == 0
     assert_others_stay(clone)
-    (new / "config.json").unlink()  # weights that are not known to be ours
+    (new / "config.json").unlink()  # this program did not write these weights
     assert "is not a model folder" in run(*as_float16(pair, new)).refusal()
 
 
@@ -89,7 +89,7 @@ def test_an_input_is_never_overwritten(run, pair, tmp_path):
 
 
 class Failure(BaseException):
-    """Stands for an error at the move of a file."""
+    """Simulates an error at the move of a file."""
 
 
 @pytest.mark.parametrize("failing", [0, 2, 4])
@@ -143,7 +143,7 @@ def test_a_killed_process_leaves_a_folder_that_is_refused(run, pair, clone):
 # ---- earlier files ------------------------------------------------------------------------
 
 
-def test_what_an_earlier_model_left_is_not_mixed_in(run, pair, tmp_path, monkeypatch):
+def test_files_of_an_earlier_model_are_not_mixed_in(run, pair, tmp_path, monkeypatch):
     output = others_in(tmp_path / "target")
     with monkeypatch.context() as patch:
         patch.setattr(model_folder, "_MAX_FILE_BYTES", 20_000)
@@ -174,7 +174,7 @@ def test_weights_of_others_that_would_be_read_instead_are_named(run, pair, clone
 
 @pytest.fixture
 def train(small_target, tmp_path) -> list[object]:
-    """Flags of a run of one step; its output is missing."""
+    """Returns flags of a run of one step; its output does not exist yet."""
     (tmp_path / "distill.py").write_text(
         "from pathlib import Path\nfrom tests.train.test_training import distill_config\n"
         "config = distill_config(Path('.'), Path('target'))\n"
@@ -194,7 +194,7 @@ def test_training_into_a_clone_keeps_its_history(run, train, tmp_path):
     assert_others_stay(clone)
 
 
-def test_what_cannot_be_written_is_refused_before_anything_is_loaded(
+def test_invalid_outputs_are_refused_before_anything_is_loaded(
     run, pair, train, tmp_path, monkeypatch
 ):
     for name in ("infer.convert.load_target", "train.distill.load_tokenizer"):
@@ -244,7 +244,7 @@ def test_a_picture_stays_with_its_link_and_mode(run, tmp_path, monkeypatch):
 
 
 def test_a_file_that_is_not_ours_is_kept(run, pair, tmp_path):
-    """Partial answers, a report, the prompts under --write-golden, notes under --ready-file."""
+    """Files are partial answers, a report, the prompts of --write-golden, and a --ready-file."""
     prompts, notes = tmp_path / "prompts.jsonl", tmp_path / "notes.md"
     partial, report = tmp_path / "answers.jsonl.partial", tmp_path / "report.md"
     prompts.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
