@@ -20,6 +20,7 @@ from moa_jax.engine.batch import Choice, RowOutput
 from moa_jax.engine.pacing import Pacing
 from moa_jax.engine.program_cache import GREEDY, LOGPROBS, SAMPLED, ProgramName
 from moa_jax.engine.requests import RequestOutput, RequestState
+from moa_jax.speculation.calibrate import TURNS
 from moa_jax.speculation.controller import NO_DRAFT, ShapeChoice
 from moa_jax.speculation.cost_table import CostTable
 from tests.decode.test_chunks import KINDS, drafter, target
@@ -289,6 +290,25 @@ def test_a_program_without_a_cost_leaves_plain_decoding_in_the_choice(caplog):
     assert pacing.choose(states) == (own, 8, {}, [])
     line = "a batch of 2 decodes in the program of 4 until its own is compiled"
     assert caplog.messages == [line]
+
+
+def test_drafted_calls_are_as_long_as_plain_ones_and_catching_up_has_a_price(monkeypatch):
+    """The drafter's pass takes a fixed time and a time per token; a new request has no lag."""
+    engine, seen = engine_of("lookup", CHAIN, ways=(LONG,), costs=CostTable(), num_slots=4), []
+    pacing, programs = engine._pacing, engine.programs
+    programs.ready = {("decode", 4, shape, SAMPLED): None for shape in (NO_DRAFT, CHAIN)}
+    for shape, ms in ((NO_DRAFT, 1.0), (CHAIN, 1.9)):
+        pacing.costs.put(4, shape, 1, ms)
+    pacing._seconds.clear()
+    (least, most), middle = pacing.lengths(), sum(pacing.lengths()) // 2
+    for length, seconds in [(least, 2e-3), (most, 4e-3)] * (1 + TURNS):
+        pacing.record_dummy_run(ProgramName("catch_up", 32), length, seconds)
+    states = [RequestState(id, Request((5,), 9, ()), print, None, GREEDY) for id in range(3)]
+    states[1].num_plain, states[2].num_plain = middle, most
+    choose = lambda costs, lag_ms: seen.append(lag_ms) or ShapeChoice(CHAIN, 8)
+    monkeypatch.setattr(engine.session.controller, "next", choose)
+    assert pacing.choose(states).rounds == 4
+    assert seen == [pytest.approx(0.0 + 3.0 + 4.0, rel=0.01)]
 
 
 def measuring(**settings) -> Engine:
