@@ -178,3 +178,28 @@ def test_sampled_candidates_change_no_distribution(size, paths, support):
     np.testing.assert_allclose(expected_probs(drafts, laws_DX), expected_X, rtol=0, atol=1e-6)
     if support is None:
         assert np.abs(laws_DX - expected_X).max() > 0.05, "no draft mattered, so nothing was shown"
+
+
+# ---- controls -----------------------------------------------------------------------------
+
+
+def inverted(probs_DNV, draft_DNV, child_DNk):
+    at = lambda x_DNV: np.take_along_axis(x_DNV, np.maximum(child_DNk, 0), axis=-1)
+    return np.where(child_DNk >= 0, np.minimum(at(draft_DNV) / at(probs_DNV), 1.0), 0.0)
+
+
+WRONG = {
+    "every draft is accepted": lambda found, p, q, child: (child >= 0, found.residual_BNV),
+    "the ratio is inverted": lambda found, *given: (inverted(*given), found.residual_BNV),
+    "the residual is the target's": lambda found, p, q, child: (found.accept_BNk, p),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_acceptance_rule_changes_the_distribution(what):
+    """The comparison of `test_sampled_candidates_change_no_law` detects each of these rules."""
+    target, drafter = random_table(3, 3), random_table(3, 4)
+    drafts = all_drafts(CHAIN, drafter)
+    wrong = lambda *given: WRONG[what](our_reject(*given), *given)
+    laws_DX = output_laws(CHAIN, drafts, target, drafter, sampled(wrong))
+    assert np.abs(expected_law(drafts, laws_DX) - joint_law(target, 3)).max() > 1e-3

@@ -270,6 +270,25 @@ def test_requests_that_a_stuck_engine_has_not_taken_get_an_error():
     assert [len(each.all) for each in found] == [1, 1]
 
 
+@pytest.mark.parametrize("end", ["error", "cancelled"])
+def test_a_call_in_flight_adds_no_tokens_to_a_request_that_has_ended(end, monkeypatch, started):
+    """Commands of other threads come while the engine's thread waits for the device."""
+    engine = engine_of(None, num_slots=1)
+    read, found = engine._batch.read, Listener()
+
+    def ended(call):
+        engine.cancel(0) if end == "cancelled" else engine.abandon("process 1 has died")
+        return read(call)
+
+    monkeypatch.setattr(engine._batch, "read", ended)
+    engine.submit(Request((5,), 60, NO_STOP), found)
+    started(engine)
+    assert found.wait().finish_reason == end
+    engine.close()
+    found.assert_one_end()
+    assert engine.stats().failures == 0
+
+
 def test_a_client_that_fails_affects_no_other():
     engine = serving(None)
 

@@ -17,11 +17,11 @@ from moa_jax import Session
 from moa_jax.config import DraftShape
 from moa_jax.engine import Engine, EngineStats, Request
 from moa_jax.engine.batch import Choice, RowOutput
-from moa_jax.engine.pacing import Pacing
+from moa_jax.engine.pacing import ROUNDS_BESIDE_PREFILL, Pacing
 from moa_jax.engine.program_cache import GREEDY, LOGPROBS, SAMPLED, ProgramName
 from moa_jax.engine.requests import RequestOutput, RequestState
 from moa_jax.speculation.calibrate import TURNS
-from moa_jax.speculation.controller import NO_DRAFT, ShapeChoice
+from moa_jax.speculation.controller import NO_DRAFT, ROUNDS, ShapeChoice
 from moa_jax.speculation.cost_table import CostTable
 from tests.decode.test_chunks import KINDS, drafter, target
 from tests.engine.engines import (
@@ -133,6 +133,24 @@ def test_padding_rows_do_nothing(monkeypatch):
         listener.wait()
     assert_as_alone([first, long], found)
     assert any(call.is_live_B.sum() == 1 for _, call in calls)
+
+
+def test_calls_are_short_beside_a_prompt_and_end_when_a_waiting_request_may_begin(monkeypatch):
+    engine, seen = serving(None), []
+    engine._slots.clear()
+    decode, scheduler = engine._batch.decode, engine._scheduler
+
+    def noted(states, choice):
+        seen.append((scheduler.has_prefill(), bool(scheduler.waiting), choice.rounds))
+        return decode(states, choice)
+
+    monkeypatch.setattr(engine._batch, "decode", noted)
+    requests = [Request((index, 7), 30, NO_STOP) for index in range(5)]
+    requests.append(Request((9,) * 150, 20, NO_STOP))
+    assert_as_alone(requests, answers(engine, requests))
+    assert max(rounds for reads, _, rounds in seen if reads) == ROUNDS_BESIDE_PREFILL
+    assert max(rounds for *_, rounds in seen) == ROUNDS
+    assert min(rounds for _, waits, rounds in seen if waits) < ROUNDS
 
 
 def test_truncated_rounds_are_not_counted():

@@ -3,6 +3,7 @@
 import json
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -10,6 +11,7 @@ from infer import generate
 from moa_jax import Session, load_target
 from moa_jax.config import Sampling
 from moa_jax.data.tokenizer import train_tokenizer
+from moa_jax.decode import step
 from tests.model_folders import save_random_pair
 
 RESULT_KEYS = {
@@ -72,6 +74,28 @@ def test_text_streams_and_compares(ask, monkeypatch):
     code, out, err = ask("--prompt", "Good morning", *flags)
     assert code == 0 and out.endswith("\n")
     assert "| chain |" in err and "chain writes the same tokens" in err and "once each" in err
+
+
+@pytest.mark.slow
+def test_check_reports_a_wrong_token_and_its_margin(ask, monkeypatch):
+    """After six tokens, rounds with drafts take the second most likely token."""
+    choose = step.choose
+
+    def second(setup, batch_sampling, round_state, tree, logits_BNV):
+        choice_BN = choose(setup, batch_sampling, round_state, tree, logits_BNV)
+        second_BN = jax.lax.top_k(logits_BNV, 2)[1][..., 1]
+        is_wrong_B1 = (tree.tokens_BN.shape[1] > 1) & (round_state.length_B[:, None] > 6)
+        return jnp.where(is_wrong_B1, second_BN, choice_BN)
+
+    flags = "--prompt-ids 5,6,7 --max-new-tokens 12 --mode chain --check".split()
+    code, _, err = ask(*flags)
+    assert code == 0 and "check: the same tokens as plain decoding" in err
+    monkeypatch.setattr(step, "choose", second)
+    code, _, err = ask(*flags)
+    assert code == generate.DIFFERENT == 1 and "; the target prefers plain's by" in err
+    code, out, _ = ask(*flags, "--json")
+    difference = json.loads(out)["results"][0]["difference"]
+    assert code == 1 and difference["index"] >= 4 and difference["margin"] > 0
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import ssl
 from collections.abc import Callable
 
 import httpx
@@ -11,12 +12,13 @@ import pytest
 
 from moa_jax.config import Sampling
 from moa_jax.engine import Request
+from tests.certificates import certificate
 from tests.serve.served_program import HELLO, HELLO_IDS, KEY, alone, program, start_program
 from tests.serve.toy_server import EOS, Running, answer_of, text_of
 
 
-def client_of(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=url, api_key=KEY, max_retries=0)
+def client_of(url: str, **options) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, **options)
 
 
 def test_answers_streams_and_errors():
@@ -37,10 +39,13 @@ def test_answers_streams_and_errors():
 
 
 @pytest.mark.slow
-def test_a_server_that_was_killed_starts_again_on_its_port(tmp_path):
-    """A client gets an error if the server is killed during its answer."""
-    process, ready = start_program(tmp_path, "--port", "0")
-    client = client_of(ready["url"])
+def test_a_server_speaks_tls_and_starts_again_on_its_port_after_a_kill(tmp_path):
+    """Clients need its certificate. One that is answered during the kill sees an error."""
+    cert, key = certificate(tmp_path)
+    flags = ("--tls-cert", str(cert), "--tls-key", str(key))
+    process, ready = start_program(tmp_path, "--port", "0", *flags)
+    trusted = httpx.Client(verify=ssl.create_default_context(cafile=cert))
+    client, other = client_of(ready["url"], http_client=trusted), client_of(ready["url"])
 
     def text(new: int, on_chunk: Callable[[], None] = lambda: None) -> str:
         found, settings = "", {"model": "moa-jax-demo", "temperature": 0, "stream": True}
@@ -51,11 +56,16 @@ def test_a_server_that_was_killed_starts_again_on_its_port(tmp_path):
 
     wanted, _ = alone(tuple(HELLO_IDS), 12, Sampling(), False)
     try:
+        assert ready["url"].startswith("https://127.0.0.1:")
+        with pytest.raises(openai.APIConnectionError), other:
+            other.models.list()
+        with pytest.raises(httpx.TransportError):
+            httpx.get(ready["url"].replace("https", "http"))
         assert text(12) == wanted
         with pytest.raises((httpx.TransportError, openai.APIError)):
             text(150, process.kill)
         assert process.wait(30) == -signal.SIGKILL
-        with program(tmp_path, port=ready["port"]):
+        with program(tmp_path, *flags, port=ready["port"]):
             assert text(12) == wanted
     finally:
         client.close()

@@ -224,6 +224,18 @@ def test_a_drain_lets_answers_end_and_takes_no_new_ones():
         assert server.engine.ended == {0: "length"}
 
 
+def test_a_body_that_arrives_while_the_server_drains_is_refused():
+    data = json.dumps(LONG).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with Running() as server, socket.create_connection(("127.0.0.1", server.port), 10) as slow:
+        slow.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data[:9])
+        wait_for(lambda: server.server.num_open)
+        server.drain(1).result(10)
+        slow.sendall(data[9:])
+        assert read_until(slow, b"the server is stopping").startswith(b"HTTP/1.1 503 ")
+        assert not server.engine.requests
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_outlives_the_drain_gets_an_error(stream):
     with Running() as server:

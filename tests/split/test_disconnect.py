@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from infer.split_client.link import ConnectionLost
+from infer.split_client.link import ConnectionLost, ServerBusy
 from moa_jax.config import Sampling
+from moa_jax.split import protocol
 from tests.split.split_client import (
     CHAIN,
     NEW,
@@ -30,7 +31,7 @@ from tests.split.split_client import (
     run_client,
     server_at,
 )
-from tests.split.split_server import ToySlots, plain, running
+from tests.split.split_server import Client, ToySlots, opening, plain, running
 
 pytestmark = pytest.mark.usefixtures("impatient")
 BOTH_POLICIES = pytest.mark.parametrize("policy", ["verify", "keep"])
@@ -160,6 +161,37 @@ def test_disconnect_session_that_is_gone_is_replayed(server, proxy, policy):
 
 
 # Servers that are full, drain, or have another token
+
+
+def test_disconnect_replay_waits_for_a_slot_while_the_drafter_decodes():
+    """Another client has the slot of the lost session until the drafter has decoded for a while."""
+    alone = []
+    with running(ToySlots(1)) as server, linked(server.port) as proxy, Client(server) as other:
+
+        def act(index, answering):
+            if index == 4:
+                proxy.refuse()
+                server.wait(lambda: server.service.num_connected == 0)
+                other.send(opening(PROMPT))
+                assert isinstance(other.receive(), protocol.Opened)
+                proxy.heal()
+            elif not is_linked(answering):
+                alone.append(len(answering.text.answer))
+                if len(alone) == 2:  # the first event without a link comes before the replay
+                    server.wait(lambda: server.service._queue.num_waiting)
+                if len(alone) == 12:
+                    other.send(protocol.Close())
+
+        found = ask(server_at(proxy.port), CHAIN, PROMPT, 200, act=act)
+    found.check()
+    assert alone[11] > alone[1] and found.counts.prompts == 2
+
+
+def test_disconnect_server_without_a_free_slot_refuses_the_first_session():
+    with running(ToySlots(1), max_queue=0) as server, Client(server) as other:
+        other.open(PROMPT)
+        with nothing_left(), pytest.raises(ServerBusy, match="queue is full"):
+            ask(server_at(server.port), CHAIN, PROMPT, NEW)
 
 
 def test_disconnect_server_that_drains_is_left_and_found_again():

@@ -8,25 +8,31 @@ A case is DATA,FSDP,TENSOR[,TARGET][/OPTION], as in 1,2,2,copied or 1,2,2/bfloat
     blocks      scores are computed in blocks, as on accelerators
     bfloat16    the dtype of computations
     parts       a batch in four micro-batches
+    sent        no losses: the collectives of a compiled update of each drafter
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from infer.cli.flags import cluster
 from moa_jax.config import (
     BlockConfig,
     DataConfig,
     DistillConfig,
+    Eagle3Config,
     MeshConfig,
     MoaConfig,
     OptimConfig,
@@ -36,12 +42,18 @@ from moa_jax.config import (
 from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.model import llama, sharding
-from moa_jax.training.distillation import make_keep, make_train_step
+from moa_jax.training.distillation import abstract_frozen, make_keep, make_train_step
+from moa_jax.training.flops import abstract_batch
+from moa_jax.training.update import abstract
 from tests.train.blocks import in_blocks
 
 ROWS, T = 8, 24
-TARGET = TargetConfig("llama", 96, 3, BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None), False, 64)
+VOCAB, DRAFT_VOCAB = 80, 36  # no other axis has these sizes or their halves
+TARGET = TargetConfig("llama", VOCAB, 3, BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None), False, 64)
 DRAFTER = MoaConfig(2, 24, 2, 24, 2, 16, target_layer_inference=1)
+DRAFT_IDS = tuple(range(3, 3 + 2 * DRAFT_VOCAB, 2))
+DRAFTER_KINDS = {"moa": DRAFTER, "eagle3": Eagle3Config(2, 24, None, DRAFT_IDS, (0, 1, 2))}
+COLLECTIVE = re.compile(r"= (.*?) (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(")
 
 
 def config_of(mesh: MeshConfig, accumulate: int = 1, dtype: str = "float32") -> DistillConfig:
@@ -71,12 +83,16 @@ def frozen_weights(dtype: str = "float32") -> dict:
     return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
 
 
+def mesh_of(cfg: MeshConfig) -> Mesh:
+    """The first devices as a mesh."""
+    return sharding.make_mesh(cfg, jax.devices()[: math.prod((cfg.data, cfg.fsdp, cfg.tensor))])
+
+
 def losses(steps: int, mesh_cfg: MeshConfig, option: str) -> list[float]:
     """Returns the losses of these updates."""
     dtype = "bfloat16" if option == "bfloat16" else "float32"
     config = config_of(mesh_cfg, 4 if option == "parts" else 1, dtype)
-    sizes = (mesh_cfg.data, mesh_cfg.fsdp, mesh_cfg.tensor)
-    mesh = sharding.make_mesh(mesh_cfg, jax.devices()[: math.prod(sizes)])
+    mesh = mesh_of(mesh_cfg)
     program = make_train_step(config, TARGET, mesh)
     taps = DRAFTERS[method_of(DRAFTER)].make(DRAFTER, TARGET, config).taps
     keep = jax.jit(make_keep(TARGET, taps, jnp.dtype(dtype)), out_shardings=program.rows_sharding)
@@ -102,14 +118,33 @@ def losses(steps: int, mesh_cfg: MeshConfig, option: str) -> list[float]:
     return found
 
 
-def result_of(case: str, steps: int) -> list[float]:
+def sent(mesh_cfg: MeshConfig) -> dict[str, list]:
+    """The kind and the shapes of the results of each collective in an update, by drafter."""
+    mesh, found = mesh_of(mesh_cfg), {}
+    for name, drafter in DRAFTER_KINDS.items():
+        config = dataclasses.replace(config_of(mesh_cfg), drafter=drafter)
+        program = make_train_step(config, TARGET, mesh)
+        with jax.set_mesh(mesh):
+            update = jax.jit(program.update, out_shardings=(program.state_sharding, None))
+            frozen = abstract(abstract_frozen(TARGET), program.frozen_sharding)
+            batch = abstract(abstract_batch(ROWS, T), program.rows_sharding)
+            compiled = update.lower(program.abstract_state(), frozen, batch).compile()
+        found[name] = [
+            (kind, [int(size) for size in dims.split(",")])
+            for results, kind in COLLECTIVE.findall(compiled.as_text())
+            for dims in re.findall(r"\[([\d,]+)\]", results)
+        ]
+    return found
+
+
+def result_of(case: str, steps: int) -> Any:
     shape, _, option = case.partition("/")
     sizes = shape.split(",")
     config = MeshConfig(*map(int, sizes[:3]), *sizes[3:])
     with pytest.MonkeyPatch.context() as patch:
         if option == "blocks":
             in_blocks(patch, 8)
-        return losses(steps, config, option)
+        return sent(config) if option == "sent" else losses(steps, config, option)
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ def results_of(process: subprocess.Popen) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
     """Returns all cases, computed by one process with eight devices."""
-    cases = dict.fromkeys((*MESHES.values(), *MESHES))
+    cases = dict.fromkeys((*MESHES.values(), *MESHES, "1,2,2/sent"))
     return results_of(start(*cases, "--devices", "8"))
 
 
@@ -65,6 +65,22 @@ def test_meshes_train_as_one_device(results, case):
     if case.endswith("bfloat16"):
         np.testing.assert_allclose(found[:2], alone[:2], rtol=1e-4)  # later, errors add up
     np.testing.assert_allclose(found, alone, rtol=1e-2 if "bfloat16" in case else 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", mesh_run.DRAFTER_KINDS)
+def test_no_collective_carries_logits(results, drafter):
+    """Neither logits of tokens nor the whole head are sent; the loss is parallel over its parts.
+
+    Logits of a draft vocabulary alone are summed, since each device holds some of its tokens.
+    """
+    tokens, vocab = {mesh_run.T, mesh_run.ROWS // 2 * mesh_run.T}, mesh_run.VOCAB
+    subset = {mesh_run.DRAFT_VOCAB, mesh_run.DRAFT_VOCAB // 2}
+    collectives = [(kind, set(shape)) for kind, shape in results["1,2,2/sent"][drafter]]
+    assert collectives and not any(vocab in shape for _, shape in collectives)
+    of_tokens = [(kind, shape) for kind, shape in collectives if tokens & shape]
+    assert not any(vocab // 2 in shape for _, shape in of_tokens)
+    assert {kind for kind, shape in of_tokens if subset & shape} <= {"all-reduce"}
 
 
 @pytest.mark.slow

@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 from infer import convert, evaluate
-from infer.cli.flags.config_file import read_config
+from infer.bench.plan.machines import machine
+from infer.cli.flags.config_file import SHAPES, presets_of, read_config
 from infer.info import ROOT
 from infer.peers import unpickle
 from moa_jax import Session, load_drafter, load_target
@@ -34,6 +37,9 @@ from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches
 from moa_jax.decode.draft_vocabulary import FILE as VOCABULARY
 from moa_jax.drafters.losses import next_token_loss
+from moa_jax.model import sharding
+from moa_jax.training import fingerprint
+from moa_jax.training.distillation import make_train_step
 from moa_jax.training.optim import optimizer
 from moa_jax.training.update import init_state, make_update
 from tests.model_folders import refusal
@@ -339,6 +345,23 @@ def test_committed_configs_load(path):
     config = read_config(str(path), PretrainConfig, DistillConfig, GridConfig)
     place = config.directory if isinstance(config, GridConfig) else config.run.directory
     assert place.startswith("runs/")
+
+
+PRESETS = [(path, name) for path in CONFIGS for name in presets_of(str(path))]
+
+
+@pytest.mark.parametrize(("path", "preset"), PRESETS, ids=lambda part: getattr(part, "stem", part))
+def test_a_preset_splits_the_drafter_over_all_chips_and_copies_the_target(path, preset):
+    """Chips that share a target have different rows; all runs compute the same, in parts or not."""
+    plain, config = (load_config(str(path), DistillConfig, [], name) for name in (None, preset))
+    lines = fingerprint.changes(dataclasses.asdict(plain), config)
+    names = {line.partition(":")[0] for line in lines}
+    wanted, tensor = machine(preset), config.mesh.tensor
+    mesh = AbstractMesh((1, wanted.num_chips // tensor, tensor), sharding.MESH_AXES)
+    step = make_train_step(config, SHAPES[config.target], mesh, wanted.chip.memory)
+    down = step.state_sharding.params["self_attention"]["mlp"]["down"]["kernel"]
+    assert down.spec == (P(None, ("fsdp", "tensor")) if tensor > 1 else P("tensor", "fsdp"))
+    assert step.target_place == "copied" and names <= {"optim.accumulate"}
 
 
 def test_a_preset_comes_before_flags_and_an_unknown_one_is_refused():
