@@ -201,5 +201,5 @@ def test_a_wrong_acceptance_rule_changes_the_distribution(what):
     target, drafter = random_table(3, 3), random_table(3, 4)
     drafts = all_drafts(CHAIN, drafter)
     wrong = lambda *given: WRONG[what](our_reject(*given), *given)
-    laws_DX = output_laws(CHAIN, drafts, target, drafter, sampled(wrong))
-    assert np.abs(expected_law(drafts, laws_DX) - joint_law(target, 3)).max() > 1e-3
+    laws_DX = output_probs(CHAIN, drafts, target, drafter, sampled(wrong))
+    assert np.abs(expected_probs(drafts, laws_DX) - joint_probs(target, 3)).max() > 1e-3

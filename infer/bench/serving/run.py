@@ -88,7 +88,7 @@ async def measure(
 
 
 async def _warm_up(server: Server, args: argparse.Namespace, questions: list[str]) -> None:
-    """Sends one request, then twice as many as there are slots."""
+    """Sends one request, then two requests per slot."""
     print(f"{server.mode}: warming up", file=sys.stderr)
     batch = clients.requests_of(args, questions, WARMING, 1 + 2 * args.slots)
     for part in (batch[:1], batch[1:]):
