@@ -275,14 +275,11 @@ def test_compiles_during_a_measurement_are_reported(monkeypatch):
     assert "1 programs WERE COMPILED" in results.render(document)
 
 
-def test_warming_ends_when_nothing_is_compiled_any_more(monkeypatch):
-    """One, two and four requests at once are each repeated until nothing is compiled."""
+def test_a_server_is_warmed_up_by_one_request_and_then_by_two_per_slot(monkeypatch):
     toy = ToyServer()
-    toy.compiling = {WARMING, WARMING + 1, WARMING + 4}
-    measured([toy, ToyServer()], "--rates 60 --requests 1", monkeypatch)
+    measured([toy, ToyServer()], "--rates 60 --requests 1 --slots 4", monkeypatch)
     warming = [body["seed"] for body in toy.bodies if WARMING <= body["seed"]]
-    # one: with a program, with a program, none; two: with a program, none; four: none
-    assert sorted(warming) == [WARMING + i for i in range(3 * 1 + 2 * 2 + 4)]
+    assert warming[0] == WARMING and sorted(warming) == [WARMING + i for i in range(1 + 2 * 4)]
 
 
 def test_a_mode_that_does_not_answer_is_reported_before_measuring(monkeypatch):
