@@ -46,7 +46,8 @@ class Pacing:
 
     def choose(self, states: Sequence[RequestState], most_rounds: int = ROUNDS) -> Choice:
         """The next call for these requests."""
-        programs, count, length = self._programs, len(states), _longest(states)
+        programs, count = self._programs, len(states)
+        length = max(state.length for state in states)
         kind, batch = max(state.kind for state in states), bucket_for(programs.buckets, count)
         shape, rounds, costs = programs.plainest, most_rounds, {}
         if self._controller is not None and kind != LOGPROBS:
@@ -86,7 +87,7 @@ class Pacing:
         round_ms = 1e3 * seconds / num_rounds if call.is_clean else None
         self._controller.observe(choice.costs, shape, accepted, num_rounds, len(outputs), round_ms)
         if round_ms:
-            self.costs.update(batch, shape, _longest(call.states), round_ms)
+            self.costs.update(batch, shape, max(each.length for each in call.states), round_ms)
 
     def add_dummy_runs(self, names: Iterable[ProgramName]) -> None:
         """Schedules dummy runs of new programs; those of all programs and lengths alternate."""
@@ -127,7 +128,3 @@ class Pacing:
         if name.rows == LOGPROBS or (name != greedy and greedy in self._programs.ready):
             return []
         return [at for at in self.lengths() if not self.costs.has(name.size, name.shape, at)]
-
-
-def _longest(states: Sequence[RequestState]) -> int:
-    return max(state.length for state in states)
