@@ -64,7 +64,7 @@ class Pacing:
             else:  # drafts are judged by plain decoding
                 costs = {}
         name = programs.decode_name(count, shape, kind)
-        if name.size > batch and batch not in self._stood_in:
+        if name.size > batch and kind != LOGPROBS and batch not in self._stood_in:
             self._stood_in.add(batch)
             line = "a batch of %d decodes in the program of %d until its own is compiled"
             logging.getLogger(__name__).warning(line, batch, name.size)

@@ -57,7 +57,8 @@ class SlotTable:
         """
         wanted = np.asarray(prompt[:-1] if may_reuse else (), np.int32)
         common = {slot: common_prefix(held, wanted) for slot, held in self._tokens.items()}
-        source = max(common, key=lambda slot: (common[slot], slot not in self._in_use))
+        order = lambda slot: (common[slot], slot not in self._in_use, -len(self._tokens[slot]))
+        source = max(common, key=order)
         target, num_cached = self.free()[0], common[source]
         if num_cached < LEAST_CHUNK:
             source, num_cached = target, 0

@@ -18,6 +18,8 @@ CGROUP_LIMITS = {
     "": Path("/sys/fs/cgroup/memory.max"),
     "memory": Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 }
+# Fields of memory.stat with the used bytes; page cache, which the kernel frees, is not among them.
+CGROUP_USED = {"": "anon", "memory": "total_rss"}
 
 
 class MemoryPlan(NamedTuple):
@@ -59,7 +61,7 @@ def free_bytes() -> int | None:
         return None
     facts = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
     kilobytes = sum(int(facts.get(name, "0").split()[0]) for name in ("MemAvailable", "SwapFree"))
-    return min([1024 * kilobytes, *_cgroup_limits()]) if "MemAvailable" in facts else None
+    return min([1024 * kilobytes, *_cgroup_free()]) if "MemAvailable" in facts else None
 
 
 def log_failure(logger: logging.Logger, what: str, error: Exception, advice: str = "") -> None:
@@ -75,8 +77,8 @@ def num_bytes_of(shapes: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
-def _cgroup_limits() -> list[int]:
-    """Memory limits of the control groups of this process, in bytes."""
+def _cgroup_free() -> list[int]:
+    """Free bytes of the control groups of this process that limit memory."""
     found: list[int] = []
     lines = CGROUPS.read_text().splitlines() if CGROUPS.is_file() else []
     for _, controllers, group in (line.split(":", 2) for line in lines):
@@ -84,8 +86,10 @@ def _cgroup_limits() -> list[int]:
             continue
         inner = limit.parent / group.strip("/")
         for folder in (inner, *inner.parents):
-            file = folder / limit.name
+            file, stat = folder / limit.name, folder / "memory.stat"
             if folder.is_relative_to(limit.parent) and file.is_file():
                 text = file.read_text().strip()
-                found += [int(text)] if text.isdecimal() else []  # otherwise "max"
+                facts = stat.read_text().splitlines() if stat.is_file() else []
+                used = int(dict(map(str.split, facts)).get(CGROUP_USED[controllers], "0"))
+                found += [max(int(text) - used, 0)] if text.isdecimal() else []  # otherwise "max"
     return found

@@ -308,6 +308,12 @@ def test_a_program_without_a_cost_leaves_plain_decoding_in_the_choice(caplog):
     assert pacing.choose(states) == (own, 8, {}, [])
     line = "a batch of 2 decodes in the program of 4 until its own is compiled"
     assert caplog.messages == [line]
+    name = ("decode", 4, NO_DRAFT, LOGPROBS)
+    programs.ready[name] = None
+    states = [RequestState(id, Request((5,), 9, ()), print, None, LOGPROBS) for id in range(2)]
+    pacing._stood_in.clear()
+    assert pacing.choose(states) == (name, 8, {}, [])
+    assert caplog.messages == [line]  # no program of two rows with log-probabilities is to come
 
 
 def test_drafted_calls_are_as_long_as_plain_ones_and_catching_up_has_a_price(monkeypatch):

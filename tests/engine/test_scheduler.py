@@ -80,6 +80,15 @@ def test_the_next_turn_of_a_chat_takes_over_its_slot():
     assert taken(table, (*TEXT, 1, 2, 3, 4)) == (0, 0, len(TEXT) + 2)
 
 
+def test_a_slot_whose_tokens_all_begin_the_prompt_is_continued():
+    """Another free slot with as many of them keeps its longer text, and nothing is copied."""
+    table = SlotTable(3, reuses=True)
+    taken(table, (*TEXT, 1, 2))
+    taken(table, TEXT)
+    taken(table, tuple(range(40)))
+    assert table.assign((*TEXT, 3)) == (1, 1, len(TEXT))
+
+
 def test_a_common_prefix_is_copied_and_stays():
     """From a free slot or one in use, into the least recently used slot."""
     table = SlotTable(3, reuses=True)

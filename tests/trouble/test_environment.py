@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from infer.info import ROOT
+from moa_jax.runtime import memory
 
 PROMPT = ("--prompt", "Hello", "--max-new-tokens", 4, "--mode", "plain")
 SIZES = r"need \S+ GiB of memory, and \w+ has \S+ GiB; lower .*"
@@ -31,6 +32,28 @@ def test_a_backend_that_is_not_there_is_one_line(start):
 def test_more_memory_than_there_is_is_refused_before_it_is_taken(run, command):
     line = run(*command).refusal()
     assert re.search(SIZES, line) and command[-2] in line
+
+
+@pytest.mark.parametrize(
+    ("controllers", "name", "field"),
+    [("", "memory.max", "anon"), ("memory", "memory.limit_in_bytes", "total_rss")],
+)
+def test_what_a_container_uses_is_not_free(controllers, name, field, tmp_path, monkeypatch):
+    """The limit of a group counts without what its processes hold; page cache is free."""
+    groups = {".": ("max", 9), "outer": ("9000", 2000), "outer/inner": ("8000", 7000)}
+    for group, (limit, used) in groups.items():
+        (tmp_path / "top" / group).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "top" / group / name).write_text(f"{limit}\n")
+        (tmp_path / "top" / group / "memory.stat").write_text(f"file 900\n{field} {used}\n")
+    (tmp_path / "cgroup").write_text(f"3:cpuset:/\n0:{controllers}:/outer/inner\n")
+    (tmp_path / "meminfo").write_text("MemAvailable: 50 kB\n")
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setitem(memory.CGROUP_LIMITS, controllers, tmp_path / "top" / name)
+    assert memory.free_bytes() == 1000
+    (tmp_path / "top/outer/memory.stat").unlink()
+    (tmp_path / "top/outer/inner/memory.stat").write_text(f"{field} 8500\n")
+    assert memory.free_bytes() == 0
 
 
 # ---- local files with the names of ours -----------------------------------------------------
