@@ -87,7 +87,7 @@ class DecodeBatch:
         state, prompt = chunk.state, chunk.state.request.prompt_ids
         if chunk.copy_from is not None:
             self.copy(chunk.copy_from, state.slot, chunk.start)
-        state.lags = self.programs.session.catches_up
+        state.num_prompt += (chunk.end - chunk.start) * self.programs.session.catches_up
         programs, scores = self.programs, state.request.prompt_logprobs
         size = programs.chunks[-1] if scores else programs.chunk(chunk.end - chunk.start)
         begin = chunk.begin(size, programs.num_rows)
@@ -102,14 +102,13 @@ class DecodeBatch:
         """Sends a decode call, and before it the drafter's pass over tokens that it lags behind."""
         name = choice.name
         drafts = name.shape.num_drafted > 0
-        late = [state for state in states if state.lags and drafts]
+        late = [state for state in states if drafts and state.num_prompt + state.num_plain]
         for state in late:
             catch_up = ProgramName("catch_up", self.programs.chunks[-1])
             self._run(catch_up, np.array([state.slot], np.int32))
-            state.lags, state.num_plain = False, 0
-        if self.programs.session.catches_up and not drafts:
-            for state in states:
-                state.lags, state.num_plain = True, state.num_plain + choice.rounds
+            state.num_prompt = state.num_plain = 0
+        for state in states:
+            state.num_plain += choice.rounds * (self.programs.session.catches_up and not drafts)
         settings = {state.slot: state.settings for state in states}
         slot_B, live_B = self._rows_of(list(settings), name.size)
         slots = slot_B.tolist()

@@ -461,9 +461,7 @@ class Engine:
         """Compiles the first missing program in the background, unless another is compiled."""
         submit = self.session.background.submit
         for name in names:
-            if self._is_compiling or self._closed:
-                return
-            if name not in self.programs.ready:
+            if not (self._is_compiling or self._closed or name in self.programs.ready):
                 self._is_compiling = submit(name, functools.partial(self._compile, name))
 
     def _compile(self, name: ProgramName) -> None:

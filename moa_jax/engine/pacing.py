@@ -56,9 +56,12 @@ class Pacing:
                 if name and (ms := self.costs.ms(name.size, each, length)):
                     costs[each] = ms
             if shape in costs:
-                lags, times = [state.num_plain for state in states], self._catch_up_ms
-                lag_ms = float(np.interp(lags, [*times], [*times.values()]).sum())
-                shape, rounds = self._controller.next(costs, lag_ms)
+                times = self._catch_up_ms
+                ms_of = lambda lags: float(np.interp(lags, [*times], [*times.values()]).sum())
+                lag_ms = ms_of([state.num_plain for state in states])
+                left = sum(state.request.max_new_tokens - len(state.answer) for state in states)
+                start_ms = ms_of([state.num_prompt for state in states]) * count / left
+                shape, rounds = self._controller.next(costs, lag_ms, start_ms)
                 # As long as a plain call, so that drafts delay no request that arrives.
                 most_rounds = max(1, int(most_rounds * costs[programs.plainest] / costs[shape]))
             else:  # drafts are judged by plain decoding

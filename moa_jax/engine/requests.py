@@ -81,8 +81,9 @@ class RequestState:
     slot: int = -1
     answer: list[int] = dataclasses.field(default_factory=list)  # tokens that the host has read
     num_computed: int = 0  # tokens of the prompt in the slot, calls in flight included
-    lags: bool = False  # a lagging drafter has not processed all tokens
-    num_plain: int = 0  # of these tokens those of plain rounds, at most
+    # Tokens that a lagging drafter has not processed: of the prompt, and of plain rounds, at most.
+    num_prompt: int = 0
+    num_plain: int = 0
 
     @property
     def prompt_length(self) -> int:

@@ -76,19 +76,25 @@ class DraftController:
         self._num_rounds = 0
         self._num_drafted = 0  # rounds since the last plain one
 
-    def next(self, costs: Mapping[DraftShape, float], lag_ms: float = 0.0) -> ShapeChoice:
+    def next(
+        self, costs: Mapping[DraftShape, float], lag_ms: float = 0.0, start_ms: float = 0.0
+    ) -> ShapeChoice:
         """Returns the shape of the next rounds.
 
         `costs` has the milliseconds of a round for each shape that can run now, for this batch.
         Without plain decoding among them the fastest shape runs. `lag_ms` is the time that the
         drafter needs to catch up before a drafted round; a choice that drafts adds it to the debt.
-        Raises ValueError without costs.
+        `start_ms` is the time that the drafter needs for the prompt, per token that is left of the
+        answer: a shape must gain more. Raises ValueError without costs.
         """
         if not costs:
             raise ValueError("no draft shape has a cost; calibrate one first")
-        speed = lambda shape: self.acceptance.tokens(shape) / costs[shape]
-        upper_speed = lambda shape: self.acceptance.tokens(shape, DEVIATIONS) / costs[shape]
-        shape = max(costs, key=speed)
+
+        def token_ms(shape: DraftShape, deviations: float = 0.0) -> float:
+            ms = costs[shape] / self.acceptance.tokens(shape, deviations)
+            return ms if shape == NO_DRAFT else ms + start_ms
+
+        shape = min(costs, key=token_ms)
         learned = max(self._num_rounds, 1)  # few rounds at first, to learn early
         most = min(learned, ROUNDS)
         if NO_DRAFT not in costs:
@@ -96,7 +102,7 @@ class DraftController:
         plain_ms = costs[NO_DRAFT]
         limit_ms, is_probe = LIMIT * plain_ms, shape == NO_DRAFT
         if is_probe:
-            shape = max(costs, key=upper_speed)
+            shape = min(costs, key=lambda shape: token_ms(shape, DEVIATIONS))
         loss_ms = max(costs[shape] - plain_ms, 0.0)  # of a round whose drafts are all rejected
         lag_in_limit_ms = min(lag_ms, limit_ms / 2)  # otherwise a long lag would never be made up
         if is_probe:  # plain rounds save for one round at most

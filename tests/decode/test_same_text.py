@@ -196,7 +196,7 @@ def take_turns(
         for length in engine._pacing.lengths():
             engine._pacing.costs.put(*largest, shape, length, 1.0)
         engine.programs.compile(ProgramName("decode", *largest, shape, SAMPLED))
-    choose = lambda costs, lag_ms: ShapeChoice(*next(order))
+    choose = lambda costs, *lags_ms: ShapeChoice(*next(order))
     patch.setattr(engine.session.controller, "next", choose)
     patch.setattr(engine.programs, "shapes", lambda batch: list(costs))
     patch.setattr(engine.programs, "buckets", largest)

@@ -193,7 +193,7 @@ def in_turns(engine: Engine, monkeypatch, *turns: tuple[DraftShape, int]) -> Non
         for length in engine._pacing.lengths():
             engine._pacing.costs.put(engine.programs.buckets[-1], shape, length, ms)
     controller = engine.session.controller
-    monkeypatch.setattr(controller, "next", lambda costs, lag_ms: ShapeChoice(*next(order)))
+    monkeypatch.setattr(controller, "next", lambda costs, *lags_ms: ShapeChoice(*next(order)))
     monkeypatch.setattr(engine.programs, "shapes", lambda batch: list(costs))
     monkeypatch.setattr(engine.programs, "buckets", engine.programs.buckets[-1:])
 
@@ -317,7 +317,7 @@ def test_a_program_without_a_cost_leaves_plain_decoding_in_the_choice(caplog):
 
 
 def test_drafted_calls_are_as_long_as_plain_ones_and_catching_up_has_a_price(monkeypatch):
-    """The drafter's pass takes a fixed time and a time per token; a new request has no lag."""
+    """The drafter's pass takes a fixed time and a time per token, of plain rounds and prompts."""
     engine, seen = engine_of("lookup", CHAIN, ways=(LONG,), costs=CostTable(), num_slots=4), []
     pacing, programs = engine._pacing, engine.programs
     programs.ready = {("decode", 4, shape, SAMPLED): None for shape in (NO_DRAFT, CHAIN)}
@@ -329,10 +329,11 @@ def test_drafted_calls_are_as_long_as_plain_ones_and_catching_up_has_a_price(mon
         pacing.record_dummy_run(ProgramName("catch_up", 32), length, seconds)
     states = [RequestState(id, Request((5,), 9, ()), print, None, GREEDY) for id in range(3)]
     states[1].num_plain, states[2].num_plain = middle, most
-    choose = lambda costs, lag_ms: seen.append(lag_ms) or ShapeChoice(CHAIN, 8)
+    states[0].num_prompt = most  # the answers have 9 tokens
+    choose = lambda costs, *lags_ms: seen.extend(lags_ms) or ShapeChoice(CHAIN, 8)
     monkeypatch.setattr(engine.session.controller, "next", choose)
     assert pacing.choose(states).rounds == 4
-    assert seen == [pytest.approx(0.0 + 3.0 + 4.0, rel=0.01)]
+    assert seen == pytest.approx([0.0 + 3.0 + 4.0, 4.0 / 9], rel=0.01)
 
 
 def measuring(**settings) -> Engine:

@@ -333,3 +333,13 @@ def test_plain_decoding_is_measured_again_now_and_then():
         sum(choice.rounds for choice in made[a + 1 : b]) for a, b in itertools.pairwise(plain)
     ]
     assert len(rounds) > 5 and all(0 <= each - ROUNDS / BUDGET < ROUNDS for each in rounds)
+
+
+def test_a_prompt_that_costs_more_than_an_answer_gains_is_not_drafted():
+    """A round of two tokens saves 0.25 ms per token; the drafter needs the rest for the prompt."""
+    found, costs = DraftController(4), {NO_DRAFT: 1.0, CHAIN: 1.5}
+    while found.acceptance.tokens(CHAIN) < 2.0:
+        found.observe(costs, CHAIN, [3], 1)
+    gain_ms = 1.0 - 1.5 / found.acceptance.tokens(CHAIN)
+    assert found.next(costs, start_ms=0.9 * gain_ms).shape == CHAIN
+    assert found.next(costs, start_ms=4.0).shape == NO_DRAFT
