@@ -174,10 +174,7 @@ def test_a_damaged_file_is_noticed_and_written_anew(tmp_path, text):
     assert (again.for_batch(1, 64), again.for_batch(8, 64), notice) == ({CHAIN: 3.0}, {}, None)
 
 
-FIELDS = ["cores", "moa_jax", "jax", "jaxlib", "driver", "weights", "dtype"]
-
-
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("field", "cores moa_jax jax jaxlib driver weights dtype".split())
 def test_costs_of_another_key_are_not_used(tmp_path, field):
     other = KEY._replace(**{field: "another"})
     assert cost_file(tmp_path, other) != cost_file(tmp_path, KEY)
