@@ -9,8 +9,9 @@ the scores on chip (`kernels/train_intervals.py`); on other devices an einsum st
 
 A cache has S allocated rows, of which n + X are used. The einsum reads all S rows under a mask.
 On a CPU, for a batch of long caches or a chunk of a prompt, the einsum reads a quarter, half or all
-of the rows, depending on the longest sequence; rows in slots are read in blocks. Kernels read the n prefix rows, which need only
-their number as a mask, separately from the X tree rows, and join both parts by their log-sum-exps.
+of the rows, depending on the longest sequence; rows in slots are read in blocks. Kernels read the n
+prefix rows, which need only their number as a mask, separately from the X tree rows, and join both
+parts by their log-sum-exps.
 `attend_cached` selects the implementation: Pallas-Triton in a program compiled for a GPU, Pallas
 for a TPU, the einsum otherwise. On a mesh each device computes its own heads and batch rows.
 """
