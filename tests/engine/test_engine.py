@@ -145,8 +145,8 @@ def test_calls_are_short_beside_a_prompt_and_end_when_a_waiting_request_may_begi
         return decode(states, choice)
 
     monkeypatch.setattr(engine._batch, "decode", noted)
-    requests = [Request((index, 7), 30, NO_STOP) for index in range(5)]
-    requests.append(Request((9,) * 150, 20, NO_STOP))
+    requests = [Request((6, 7), 60, NO_STOP), Request((9,) * 150, 20, NO_STOP)]
+    requests += [Request((index, 7), 30, NO_STOP) for index in range(4)]
     assert_as_alone(requests, answers(engine, requests))
     assert max(rounds for reads, _, rounds in seen if reads) == ROUNDS_BESIDE_PREFILL
     assert max(rounds for *_, rounds in seen) == ROUNDS
