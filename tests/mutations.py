@@ -11,7 +11,6 @@ one line per break and exits with 1 unless all are caught.
 
 from __future__ import annotations
 
-import functools
 import os
 import resource
 import shlex
@@ -61,10 +60,8 @@ def run_python(tree: Path, *arguments: str) -> int:
     """Returns the exit status of Python in the copied tree, or HANGS."""
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(ROOT / ".jax_cache")
     own = {"JAX_COMPILATION_CACHE_DIR": cache, "PYTHONDONTWRITEBYTECODE": "1"}
-    quiet = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
-    limit = functools.partial(resource.setrlimit, resource.RLIMIT_DATA, (BYTES, BYTES))
-    command = [sys.executable, *arguments]
-    with subprocess.Popen(command, cwd=tree, env=os.environ | own, preexec_fn=limit, **quiet) as p:
+    command, quiet = [sys.executable, *arguments], subprocess.DEVNULL
+    with subprocess.Popen(command, cwd=tree, env=os.environ | own, stdout=quiet, stderr=quiet) as p:
         try:
             return p.wait(SECONDS)
         except subprocess.TimeoutExpired:
@@ -101,6 +98,7 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--list"]:
         print(*(f"{number:3} {mutation.what}" for number, mutation in numbered), sep="\n")
         return 0
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))  # of all processes that follow
     chosen = [each for each in numbered if not arguments or str(each[0]) in arguments]
     caught = 0
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:

@@ -328,8 +328,8 @@ def test_drafted_calls_are_as_long_as_plain_ones_and_catching_up_has_a_price(mon
     for length, seconds in [(least, 2e-3), (most, 4e-3)] * (1 + TURNS):
         pacing.record_dummy_run(ProgramName("catch_up", 32), length, seconds)
     states = [RequestState(id, Request((5,), 9, ()), print, None, GREEDY) for id in range(3)]
-    states[1].num_plain, states[2].num_plain = middle, most
-    states[0].num_prompt = most  # the answers have 9 tokens
+    # The answers have 9 tokens.
+    states[0].num_prompt, states[1].num_plain, states[2].num_plain = most, middle, most
     choose = lambda costs, *lags_ms: seen.extend(lags_ms) or ShapeChoice(CHAIN, 8)
     monkeypatch.setattr(engine.session.controller, "next", choose)
     assert pacing.choose(states).rounds == 4
