@@ -130,7 +130,8 @@ class DecodeBatch:
         Returns the seconds of a round, or of the whole program.
         """
         for slot in slots:
-            self.copy(slot, slot, 0)  # the drafter's cache has no tokens then
+            # Before it catches up, the drafter's cache has no tokens.
+            self.copy(slot, slot, 0 if name.kind == "catch_up" else length)
             self.copy(slot, slot, length)
         jax.block_until_ready(self._state)
         count = 2 if name.kind == "decode" else 1
