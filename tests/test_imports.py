@@ -29,7 +29,7 @@ SERVER = {"errors", "version", "config", "decode", "engine", "infer.http", "infe
 # Layers that import no more than these.
 ONLY: dict[str, set[str]] = {
     "configs": {"config"},
-    "speculation": {"errors", "config", "files", "measure"},
+    "speculation": {"errors", "version", "config", "files", "measure"},
     "training": set(ORDER[: ORDER.index("pretrained")]),
     "infer.server_process": {"errors"},
     "infer.http.auth": {"errors"},
