@@ -203,7 +203,7 @@ def empty(
     lag = None
     if setup.catches_up:
         taps, width = setup.drafter.taps, setup.target.block.hidden_size
-        nothing = lambda: HiddenCache(jnp.zeros((batch, rows, width), dtype))
+        nothing = lambda: HiddenCache(jnp.zeros((batch, 1, rows, width), dtype))
         streams = tuple(nothing() for _ in taps.streams)
         lag = DraftLag(jnp.zeros(batch, jnp.int32), streams, nothing() if taps.hidden else None)
     state = RoundState(
@@ -477,21 +477,21 @@ def _tapped_before(
     setup: StaticConfig, round_state: RoundState, place_BT: Array
 ) -> TargetActivations:
     """Gathers the activations at these positions from the target's caches and the draft lag."""
-    of_places = lambda rows_BSD: jnp.take_along_axis(rows_BSD, place_BT[..., None], axis=1)
+    of_places = lambda stream: cache.take(stream, place_BT).x_B1SD[:, 0]
     rows = None
     if _reads_rows(setup):
         rows = llama.stack_rows([cache.take(past, place_BT) for past in round_state.target_caches])
-    streams = tuple(of_places(stream.x_BSD) for stream in round_state.draft_lag.streams)
-    hidden = round_state.draft_lag.hidden
-    return TargetActivations(rows, streams, None if hidden is None else of_places(hidden.x_BSD))
+    lag = round_state.draft_lag
+    hidden_BTD = None if lag.hidden is None else of_places(lag.hidden)
+    return TargetActivations(rows, tuple(map(of_places, lag.streams)), hidden_BTD)
 
 
 def set_aside(lag: DraftLag, tapped: TargetActivations, start_B: Array) -> DraftLag:
     """Stores the activations of T tokens from `start` on."""
 
     def place(kept: HiddenCache, new_BTD: Array) -> HiddenCache:
-        rows_B1SD = cache.write_rows(kept.x_BSD[:, None], new_BTD[:, None], start_B)
-        return sharding.constrain_state(HiddenCache(rows_B1SD[:, 0]))
+        written = cache.write(kept, HiddenCache(new_BTD[:, None]), start_B)
+        return sharding.constrain_state(written)
 
     pairs = zip(lag.streams, tapped.streams, strict=True)
     hidden = lag.hidden

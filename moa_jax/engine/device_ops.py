@@ -10,7 +10,7 @@
     catch_up   lets the drafter process the tokens of a slot that it has not processed
 
 A slot has the tokens of a sequence, the keys and values of both models, and the sequence's length.
-Programs read and write keys and values of a batch in place (`cache.SlotKV`), and gather and scatter
+Programs read and write the caches of a batch in place (`cache.SlotCache`), and gather and scatter
 smaller arrays. On a mesh that splits slots over `data`, a batch of fewer rows than slots is moved
 to separate arrays and back.
 
@@ -33,7 +33,7 @@ from moa_jax.decode.row_settings import RowSettings
 from moa_jax.decode.sampling import BatchSampling, TokenCounts, counts_in
 from moa_jax.decode.state import DecodeState, RoundState, StaticConfig, StopConditions, Weights
 from moa_jax.model import llama
-from moa_jax.model.cache import KV, SlotKV
+from moa_jax.model.cache import KV, HiddenCache, SlotCache
 from moa_jax.speculation.controller import ROUNDS
 
 Array = jax.Array
@@ -123,16 +123,16 @@ def copy(
 
 
 def _batch_of(state: SlotState, slot_B: Array) -> SlotState:
-    """The rows of a batch; keys and values are not copied."""
+    """The rows of a batch; caches are not copied."""
     if not _is_in_place() and len(slot_B) == len(state.tokens_BC):  # all slots, in order
         return state
 
     def part(leaf: Any) -> Any:
-        if isinstance(leaf, KV) and _is_in_place():
-            return SlotKV(leaf, slot_B)
+        if is_cache(leaf) and _is_in_place():
+            return SlotCache(leaf, slot_B)
         return jax.tree.map(lambda array: array[slot_B], leaf)
 
-    return jax.tree.map(part, state, is_leaf=lambda leaf: isinstance(leaf, KV))
+    return jax.tree.map(part, state, is_leaf=is_cache)
 
 
 def _placed(state: SlotState, batch: SlotState, slot_B: Array) -> SlotState:
@@ -141,11 +141,16 @@ def _placed(state: SlotState, batch: SlotState, slot_B: Array) -> SlotState:
         return batch
 
     def part(leaf: Any, new: Any) -> Any:
-        if isinstance(new, SlotKV):
-            return new.kv
+        if isinstance(new, SlotCache):
+            return new.arrays
         return jax.tree.map(lambda array, rows: array.at[slot_B].set(rows), leaf, new)
 
-    return jax.tree.map(part, state, batch, is_leaf=lambda leaf: isinstance(leaf, KV))
+    return jax.tree.map(part, state, batch, is_leaf=is_cache)
+
+
+def is_cache(part: Any) -> bool:
+    """Whether a part of the state is updated in place, see `_batch_of`."""
+    return isinstance(part, KV | HiddenCache)
 
 
 def _is_in_place() -> bool:

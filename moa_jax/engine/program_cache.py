@@ -28,7 +28,6 @@ from moa_jax.decode.session import Session
 from moa_jax.engine import device_ops
 from moa_jax.engine.device_ops import DecodeInput, PrefillInput, SlotState
 from moa_jax.engine.prefix_cache import LEAST_CHUNK
-from moa_jax.model.cache import KV
 from moa_jax.runtime import memory
 from moa_jax.speculation.controller import ROUNDS
 
@@ -79,11 +78,11 @@ class ProgramCache:
         """About the bytes that the largest decode call needs beside the state.
 
         Logits, the scores that settings make of them, and noise are alive together; arrays that
-        are no key-value caches are gathered into the batch.
+        are no caches are gathered into the batch.
         """
         nodes = max(batch * each.num_rows for batch in self.buckets for each in self.shapes(batch))
-        parts = jax.tree.leaves(self.state_form, is_leaf=lambda part: isinstance(part, KV))
-        gathered = sum(memory.num_bytes_of(part) for part in parts if not isinstance(part, KV))
+        parts = jax.tree.leaves(self.state_form, is_leaf=device_ops.is_cache)
+        gathered = memory.num_bytes_of([part for part in parts if not device_ops.is_cache(part)])
         logits = 4 * self.session.target.config.vocab_size * nodes
         return 3 * logits + gathered * self.buckets[-1] // self.num_slots
 

@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 
 from moa_jax.model import cache, chunks, sharding
-from moa_jax.model.cache import KV, AnyKV, SlotKV
+from moa_jax.model.cache import KV, AnyCache, SlotCache
 from moa_jax.model.masks import CacheMask, IntervalMask
 from moa_jax.model.rotary import Rotation, rotate_packed
 from moa_jax.runtime.devices import traced_platform
@@ -109,8 +109,8 @@ def _by_intervals(q_BKGTE: Array, kv: KV) -> ModuleType | None:
 
 
 def attend_cached(
-    packed_BTKXE: Array, turn: Rotation, past: AnyKV, cache_mask: CacheMask
-) -> tuple[Array, AnyKV]:
+    packed_BTKXE: Array, turn: Rotation, past: AnyCache, cache_mask: CacheMask
+) -> tuple[Array, AnyCache]:
     """Writes the new rows of a pass to a cache and attends to the cache's visible rows.
 
     `packed_BTKXE` is the output of a projection; this function rotates the heads. A key and a
@@ -129,8 +129,8 @@ def attend_cached(
 
 
 def _attend_cached(
-    packed_BTKXE: Array, turn: Rotation, past: AnyKV, cache_mask: CacheMask
-) -> tuple[Array, AnyKV]:
+    packed_BTKXE: Array, turn: Rotation, past: AnyCache, cache_mask: CacheMask
+) -> tuple[Array, AnyCache]:
     kernels = _kernels()
     if kernels and not kernels.is_possible(packed_BTKXE, cache.of_slots(past)):
         _say(f"no {kernels.PLATFORM} kernel for such heads or caches")
@@ -142,8 +142,8 @@ def _attend_cached(
 
 
 def keep_path(
-    caches: tuple[AnyKV, ...], taken: tuple[KV, ...], path_BD: Array, length_B: Array
-) -> tuple[AnyKV, ...]:
+    caches: tuple[AnyCache, ...], taken: tuple[KV, ...], path_BD: Array, length_B: Array
+) -> tuple[AnyCache, ...]:
     """Moves the rows of a path of D nodes to the rows directly after the verified ones.
 
     Node i is stored at row length + i of each cache; this function stores the node of each level
@@ -159,8 +159,8 @@ def keep_path(
 
 
 def _keep_path(
-    caches: tuple[AnyKV, ...], taken: tuple[KV, ...], path_BD: Array, length_B: Array
-) -> tuple[AnyKV, ...]:
+    caches: tuple[AnyCache, ...], taken: tuple[KV, ...], path_BD: Array, length_B: Array
+) -> tuple[AnyCache, ...]:
     write = functools.partial(_write_path, taken)
     kernels = _kernels() if caches else None
     able = kernels is not None and kernels.keep_path is not None
@@ -197,15 +197,15 @@ def _say(reason: str, so: str = "attention reads whole caches") -> None:
 
 
 def _write_path(
-    taken: tuple[KV, ...], caches: tuple[AnyKV, ...], path_BD: Array, length_B: Array
-) -> tuple[AnyKV, ...]:
+    taken: tuple[KV, ...], caches: tuple[AnyCache, ...], path_BD: Array, length_B: Array
+) -> tuple[AnyCache, ...]:
     pairs = zip(caches, taken, strict=True)
     return tuple(cache.write(past, rows, length_B) for past, rows in pairs)
 
 
 def by_einsum(
-    packed_BTKXE: Array, turn: Rotation, past: AnyKV, cache_mask: CacheMask
-) -> tuple[Array, AnyKV]:
+    packed_BTKXE: Array, turn: Rotation, past: AnyCache, cache_mask: CacheMask
+) -> tuple[Array, AnyCache]:
     """`attend_cached` without a kernel: reads rows under a mask; kernels give the same result."""
     heads_BKXTE = rotate_packed(packed_BTKXE, turn, has_rows=cache_mask.tree_size > 0)
     q_BKGTE, T = heads_BKXTE, heads_BKXTE.shape[3]
@@ -214,7 +214,7 @@ def by_einsum(
         rows = KV(heads_BKXTE[:, :, -2], heads_BKXTE[:, :, -1])
         past = cache.write(past, rows, cache_mask.start_B(T))
     mask_BTS = cache_mask.mask(T, cache.of_slots(past).k_BKSE.shape[2])
-    if isinstance(past, SlotKV):
+    if isinstance(past, SlotCache):
         used_B = cache_mask.length_B + cache_mask.tree_size
         return _attend_slots(q_BKGTE, past, mask_BTS, used_B), past
     if _pays_to_look(past, T):
@@ -247,7 +247,7 @@ def _as_far_as_used(q_BKGTE: Array, kv: KV, mask_BTS: Array, used_B: Array) -> A
     return lax.switch(place, [functools.partial(to_rows, size) for size in sizes])
 
 
-def _attend_slots(q_BKGTE: Array, past: SlotKV, mask_BTS: Array, used_B: Array) -> Array:
+def _attend_slots(q_BKGTE: Array, past: SlotCache, mask_BTS: Array, used_B: Array) -> Array:
     """Attention to the rows of slots: on a CPU block by block, up to the last used row of each.
 
     used rows   x x x x x x x x x x x x x x x x x x . .
@@ -257,9 +257,9 @@ def _attend_slots(q_BKGTE: Array, past: SlotKV, mask_BTS: Array, used_B: Array) 
     sequences use. Partial results are joined as in flash-attention (2205.14135).
     """
     B, K, G, T, E = q_BKGTE.shape
-    S = past.kv.k_BKSE.shape[2]
+    S = past.arrays.k_BKSE.shape[2]
     if traced_platform() != "cpu":
-        k_BKSE, v_BKSE = (leaf[past.slot_B] for leaf in past.kv)
+        k_BKSE, v_BKSE = (leaf[past.slot_B] for leaf in past.arrays)
         is_used_BS = jnp.arange(S) < used_B[:, None]
         return attend(q_BKGTE, KV(k_BKSE, _or_zero(is_used_BS[:, None], v_BKSE)), mask_BTS)
     sizes = [size for size in BLOCKS if size <= S] or [S]
@@ -274,7 +274,7 @@ def _attend_slots(q_BKGTE: Array, past: SlotKV, mask_BTS: Array, used_B: Array) 
             best_KX, total_KX, mixed_KXE = state
             first = jnp.minimum(block * size, S - size)  # the last block goes back
             start = (past.slot_B[b], 0, first, 0)
-            k_KSE, v_KSE = (lax.dynamic_slice(x, start, (1, K, size, E))[0] for x in past.kv)
+            k_KSE, v_KSE = (lax.dynamic_slice(x, start, (1, K, size, E))[0] for x in past.arrays)
             mask_TS = lax.dynamic_slice(mask_BTS, (b, 0, first), (1, T, size))[0]
             row_S = first + jnp.arange(size)
             mask_TS &= row_S >= block * size

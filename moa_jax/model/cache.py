@@ -32,7 +32,13 @@ class KV(NamedTuple):
     v_BKSE: Array
 
 
-class SlotKV(NamedTuple):
+class HiddenCache(NamedTuple):
+    """One vector per token, such as a residual stream; a mesh splits the feature axis."""
+
+    x_B1SD: Array
+
+
+class SlotCache(NamedTuple):
     """Caches of R slots, of which a pass of B sequences reads and writes B, in place.
 
     slots     0 1 2 3 4 ... R-1          slot_B    the slot of each sequence; no slot twice
@@ -40,34 +46,28 @@ class SlotKV(NamedTuple):
     pass          2   4                  moving rows to a cache of B sequences would copy them
     """
 
-    kv: KV  # (R, K, S, E)
+    arrays: KV | HiddenCache  # (R, K, S, E)
     slot_B: Array
 
 
-AnyKV = TypeVar("AnyKV", KV, SlotKV)
+AnyCache = TypeVar("AnyCache", KV, HiddenCache, SlotCache)
 
 
-class HiddenCache(NamedTuple):
-    """One vector per token, such as a residual stream; a mesh splits the feature axis."""
-
-    x_BSD: Array
-
-
-def of_slots(cache: KV | SlotKV) -> KV:
+def of_slots(cache: KV | SlotCache) -> KV:
     """The arrays of a cache, with one row per slot or per sequence."""
-    return cache.kv if isinstance(cache, SlotKV) else cache
+    return cache.arrays if isinstance(cache, SlotCache) else cache
 
 
-def parts_of(cache: KV | SlotKV) -> tuple[KV, Array]:
+def parts_of(cache: KV | SlotCache) -> tuple[KV, Array]:
     """The arrays of a cache, and the row of each sequence (B,)."""
-    if isinstance(cache, SlotKV):
+    if isinstance(cache, SlotCache):
         return cache
     return cache, jnp.asarray(np.arange(cache.k_BKSE.shape[0], dtype=np.int32))  # a constant
 
 
-def with_arrays(cache: AnyKV, kv: KV) -> AnyKV:
+def with_arrays(cache: AnyCache, arrays: KV) -> AnyCache:
     """The cache with other arrays."""
-    return cache._replace(kv=kv) if isinstance(cache, SlotKV) else kv
+    return cache._replace(arrays=arrays) if isinstance(cache, SlotCache) else arrays
 
 
 def empty(cfg: BlockConfig, batch: int, rows: int, dtype: jnp.dtype) -> KV:
@@ -76,16 +76,15 @@ def empty(cfg: BlockConfig, batch: int, rows: int, dtype: jnp.dtype) -> KV:
     return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
-def write(cache: AnyKV, new: KV, start_B: Array) -> AnyKV:
+def write(cache: AnyCache, new: KV | HiddenCache, start_B: Array) -> AnyCache:
     """`cache` with the T rows of `new` at rows start .. start + T - 1 of each batch row.
 
     The new rows must fit: XLA clamps a start above S - T and so overwrites older rows.
     """
-    if isinstance(cache, SlotKV):
-        pairs = zip(cache.kv, new, strict=True)
-        kv = KV(*(_write_slots(past, rows, cache.slot_B, start_B) for past, rows in pairs))
-        return cache._replace(kv=kv)
-    return KV(*(write_rows(past, rows, start_B) for past, rows in zip(cache, new, strict=True)))
+    if isinstance(cache, SlotCache):
+        place = lambda past, rows: _write_slots(past, rows, cache.slot_B, start_B)
+        return cache._replace(arrays=jax.tree.map(place, cache.arrays, new))
+    return jax.tree.map(lambda past, rows: write_rows(past, rows, start_B), cache, new)
 
 
 def join(past: KV, new: KV) -> KV:
@@ -93,14 +92,14 @@ def join(past: KV, new: KV) -> KV:
     return KV(*(jnp.concatenate(pair, axis=2) for pair in zip(past, new, strict=True)))
 
 
-def take(rows: AnyKV, path_BD: Array) -> KV:
+def take(rows: AnyCache, path_BD: Array) -> KV | HiddenCache:
     """Selects the rows of a path of D nodes from the T rows of one pass, or from caches."""
-    if isinstance(rows, SlotKV):
-        head_1K1 = jnp.arange(rows.kv.k_BKSE.shape[1])[:, None]
-        at = (rows.slot_B[:, None, None], head_1K1, path_BD[:, None, :])
-        return KV(*(leaf_RKSE[at] for leaf_RKSE in rows.kv))
-    pick = lambda rows_BKTE: jnp.take_along_axis(rows_BKTE, path_BD[:, None, :, None], axis=2)
-    return KV(pick(rows.k_BKSE), pick(rows.v_BKSE))
+    if isinstance(rows, SlotCache):
+        slot_B11, path_B1D = rows.slot_B[:, None, None], path_BD[:, None, :]
+        pick = lambda x_RKSE: x_RKSE[slot_B11, jnp.arange(x_RKSE.shape[1])[:, None], path_B1D]
+        return jax.tree.map(pick, rows.arrays)
+    pick = lambda x_BKTE: jnp.take_along_axis(x_BKTE, path_BD[:, None, :, None], axis=2)
+    return jax.tree.map(pick, rows)
 
 
 def lean(tree: Any) -> Any:
@@ -110,7 +109,7 @@ def lean(tree: Any) -> Any:
     attention and for the next round, are two writes, and each write would copy the cache. Slots
     have no bitcasts.
     """
-    slots = lambda part: isinstance(part, SlotKV)
+    slots = lambda part: isinstance(part, SlotCache)
     squeeze = lambda part: part if slots(part) else jnp.squeeze(part)
     return jax.tree.map(squeeze, tree, is_leaf=slots)
 

@@ -284,7 +284,7 @@ def specs_of(state: Any, mesh: Mesh | AbstractMesh) -> Any:
 
     Key-value caches are also split by heads, and `HiddenCache` by features.
     """
-    kept = {KV: ("rows", "kv_heads", None, None), HiddenCache: ("rows", None, "features")}
+    kept = {KV: ("rows", "kv_heads", None, None), HiddenCache: ("rows", None, None, "features")}
     axes = lambda part: kept.get(type(part), ("rows",))
 
     def place(part: Any) -> Any:

@@ -97,10 +97,10 @@ def test_a_pair_lies_on_one_mesh():
 def test_a_mesh_splits_what_is_kept_of_a_text():
     """Caches are split by heads, the states for a lagging drafter by features, all by rows."""
     array = lambda *sizes: jax.ShapeDtypeStruct(sizes, np.float32)
-    state = (KV(*[array(2, 4, 6, 8)] * 2), HiddenCache(array(2, 6, 32)), array(2, 6, 32))
+    state = (KV(*[array(2, 4, 6, 8)] * 2), HiddenCache(array(2, 1, 6, 32)), array(2, 6, 32))
     specs = sharding.specs_of(state, AbstractMesh((2, 4), sharding.DECODE_AXES))
     heads = P("data", "tensor", None, None)
-    assert specs == (KV(heads, heads), HiddenCache(P("data", None, "tensor")), P("data"))
+    assert specs == (KV(heads, heads), HiddenCache(P("data", None, None, "tensor")), P("data"))
 
 
 def test_the_flag_names_sizes():

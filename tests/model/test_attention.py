@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from moa_jax.model import attention, cache, masks
-from moa_jax.model.cache import KV, SlotKV
+from moa_jax.model.cache import KV, SlotCache
 from moa_jax.model.kernels import decode_gpu, decode_tpu
 from moa_jax.model.rotary import Rotation, rotate_packed
 
@@ -124,7 +124,7 @@ def test_sequences_use_their_slots_alone(case, kernel):
     used_BS = jnp.arange(S) < (length_B + X)[:, None]
     spoilt = lambda rows: jnp.where(used_BS[:, None, :, None], rows, jnp.nan)
     of_slots = lambda rows: jnp.full((8, *rows.shape[1:]), jnp.nan).at[slot_B].set(spoilt(rows))
-    slots = SlotKV(jax.tree.map(of_slots, past), slot_B)
+    slots = SlotCache(jax.tree.map(of_slots, past), slot_B)
     ancestor = tree(jax.random.key(1), B, shape[3], X) if X else None
     sight = masks.cache_mask(length_B, ancestor, first)
     attend = KERNELS.get(kernel, attention.by_einsum)
@@ -133,7 +133,7 @@ def test_sequences_use_their_slots_alone(case, kernel):
     if first:  # a token that attends to nothing has zeros
         expected = jnp.where(attention.sees_anything(sight)[..., None, None], expected, 0)
     np.testing.assert_allclose(mixed, expected, atol=2e-6)
-    for leaf, one in zip(written.kv, rows, strict=True):
+    for leaf, one in zip(written.arrays, rows, strict=True):
         held_B = jnp.where(used_BS[:, None, :, None], leaf[slot_B], 0)
         np.testing.assert_allclose(held_B, jnp.where(used_BS[:, None, :, None], one, 0), atol=1e-6)
         assert np.isnan(np.delete(leaf, slot_B, axis=0)).all()
@@ -160,7 +160,7 @@ def test_a_path_is_moved_to_the_front():
     found = decode_gpu.keep_path(caches, path_BD, length_B, interpret=True)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     slot_B = jnp.array([2, 0])
-    in_slots = lambda past: SlotKV(
+    in_slots = lambda past: SlotCache(
         KV(*(jnp.zeros((3, *rows.shape[1:])).at[slot_B].set(rows) for rows in past)), slot_B
     )
     slots = decode_gpu.keep_path(tuple(map(in_slots, caches)), path_BD, length_B, interpret=True)
