@@ -33,7 +33,7 @@ from moa_jax.decode.row_settings import RowSettings
 from moa_jax.decode.sampling import BatchSampling, TokenCounts, counts_in
 from moa_jax.decode.state import DecodeState, RoundState, StaticConfig, StopConditions, Weights
 from moa_jax.model import llama
-from moa_jax.model.cache import KV, HiddenCache, SlotCache
+from moa_jax.model.cache import SlotCache, is_cache
 from moa_jax.speculation.controller import ROUNDS
 
 Array = jax.Array
@@ -146,11 +146,6 @@ def _placed(state: SlotState, batch: SlotState, slot_B: Array) -> SlotState:
         return jax.tree.map(lambda array, rows: array.at[slot_B].set(rows), leaf, new)
 
     return jax.tree.map(part, state, batch, is_leaf=is_cache)
-
-
-def is_cache(part: Any) -> bool:
-    """Whether a part of the state is updated in place, see `_batch_of`."""
-    return isinstance(part, KV | HiddenCache)
 
 
 def _is_in_place() -> bool:

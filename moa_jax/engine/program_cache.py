@@ -28,6 +28,7 @@ from moa_jax.decode.session import Session
 from moa_jax.engine import device_ops
 from moa_jax.engine.device_ops import DecodeInput, PrefillInput, SlotState
 from moa_jax.engine.prefix_cache import LEAST_CHUNK
+from moa_jax.model.cache import is_cache
 from moa_jax.runtime import memory
 from moa_jax.speculation.controller import ROUNDS
 
@@ -81,8 +82,8 @@ class ProgramCache:
         are no caches are gathered into the batch.
         """
         nodes = max(batch * each.num_rows for batch in self.buckets for each in self.shapes(batch))
-        parts = jax.tree.leaves(self.state_form, is_leaf=device_ops.is_cache)
-        gathered = memory.num_bytes_of([part for part in parts if not device_ops.is_cache(part)])
+        parts = jax.tree.leaves(self.state_form, is_leaf=is_cache)
+        gathered = memory.num_bytes_of([part for part in parts if not is_cache(part)])
         logits = 4 * self.session.target.config.vocab_size * nodes
         return 3 * logits + gathered * self.buckets[-1] // self.num_slots
 

@@ -53,6 +53,11 @@ class SlotCache(NamedTuple):
 AnyCache = TypeVar("AnyCache", KV, HiddenCache, SlotCache)
 
 
+def is_cache(part: Any) -> bool:
+    """Whether a part of a state has rows for tokens that a `SlotCache` can read and write."""
+    return isinstance(part, KV | HiddenCache)
+
+
 def of_slots(cache: KV | SlotCache) -> KV:
     """The arrays of a cache, with one row per slot or per sequence."""
     return cache.arrays if isinstance(cache, SlotCache) else cache

@@ -35,7 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from moa_jax.model import cache
-from moa_jax.model.cache import KV, AnyKV
+from moa_jax.model.cache import KV, AnyCache
 from moa_jax.model.masks import CacheMask
 from moa_jax.model.rotary import Rotation
 from moa_jax.runtime.devices import compute_capability
@@ -125,11 +125,11 @@ def is_possible(heads: Array, past: KV) -> bool:
 def attend(
     packed_BTKXE: Array,
     turn: Rotation,
-    past: AnyKV,
+    past: AnyCache,
     cache_mask: CacheMask,
     *,
     interpret: bool = False,
-) -> tuple[Array, AnyKV]:
+) -> tuple[Array, AnyCache]:
     """Attention of the T tokens, (B, T, K, G, E), and the cache with their rows.
 
     The arguments are those of `attention.attend_cached`; a pass without new rows returns `past`.
@@ -418,8 +418,8 @@ def _cost(
 
 
 def keep_path(
-    caches: tuple[AnyKV, ...], path_BD: Array, length_B: Array, *, interpret: bool = False
-) -> tuple[AnyKV, ...]:
+    caches: tuple[AnyCache, ...], path_BD: Array, length_B: Array, *, interpret: bool = False
+) -> tuple[AnyCache, ...]:
     """Moves rows length + path to rows length, length + 1, ... of all caches, in one launch."""
     kvs, (slot_B, *_) = zip(*map(cache.parts_of, caches), strict=True)
     arrays = jax.tree.leaves(kvs)

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
 from moa_jax.model import cache
-from moa_jax.model.cache import KV, AnyKV
+from moa_jax.model.cache import KV, AnyCache
 from moa_jax.model.masks import CacheMask
 from moa_jax.model.rotary import Rotation, rotate_packed
 
@@ -50,11 +50,11 @@ def is_possible(heads: Array, past: KV) -> bool:
 def attend(
     packed_BTKXE: Array,
     turn: Rotation,
-    past: AnyKV,
+    past: AnyCache,
     cache_mask: CacheMask,
     *,
     interpret: bool = False,
-) -> tuple[Array, AnyKV]:
+) -> tuple[Array, AnyCache]:
     """Attention of the T tokens, (B, T, K, G, E), and the cache with their rows.
 
     The arguments are those of `attention.attend_cached`; a pass without new rows returns `past`.
@@ -75,7 +75,7 @@ def attend(
     return jnp.moveaxis(prefix_BKGTE, 3, 1).astype(q_BKGTE.dtype), past
 
 
-def _attend_tree(q_BKGTE: Array, past: AnyKV, cache_mask: CacheMask) -> tuple[Array, Array]:
+def _attend_tree(q_BKGTE: Array, past: AnyCache, cache_mask: CacheMask) -> tuple[Array, Array]:
     """Attention to the X rows after the prefix, and its log-sum-exps."""
     T, X = q_BKGTE.shape[3], cache_mask.tree_size
     kv, slot_B = cache.parts_of(past)
@@ -103,7 +103,7 @@ def _attend_tree(q_BKGTE: Array, past: AnyKV, cache_mask: CacheMask) -> tuple[Ar
 
 
 def _attend_prefix(
-    q_BKGTE: Array, past: AnyKV, cache_mask: CacheMask, interpret: bool
+    q_BKGTE: Array, past: AnyCache, cache_mask: CacheMask, interpret: bool
 ) -> tuple[Array, Array]:
     """Attention to the verified rows in float32, and its log-sum-exps."""
     B, K, G, T, E = q_BKGTE.shape
