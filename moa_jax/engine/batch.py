@@ -10,7 +10,6 @@ Calls return at once; reading a report waits for its call.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -98,8 +97,11 @@ class DecodeBatch:
         name = ProgramName("score" if scores else "prefill", size)
         return self._run(name, PrefillInput(slot_1, tokens_1T, begin_1, count_1, state.settings))
 
-    def decode(self, states: Sequence[RequestState], choice: Choice) -> DecodeCall:
-        """Sends a decode call, and before it the drafter's pass over tokens that it lags behind."""
+    def decode(self, states: list[RequestState], choice: Choice, slots: list[int]) -> DecodeCall:
+        """Sends a decode call, and before it the drafter's pass over tokens that it lags behind.
+
+        `slots` has all slots; the first ones that none of the requests has serve padding rows.
+        """
         name = choice.name
         drafts = name.shape.num_drafted > 0
         late = [state for state in states if drafts and state.num_prompt + state.num_plain]
@@ -110,13 +112,13 @@ class DecodeBatch:
         for state in states:
             state.num_plain += choice.rounds * (self.programs.session.catches_up and not drafts)
         settings = {state.slot: state.settings for state in states}
-        slot_B, live_B = self._rows_of(list(settings), name.size)
-        slots = slot_B.tolist()
+        slots = sorted(sorted(slots, key=lambda slot: slot not in settings)[: name.size])
+        slot_B, live_B = np.array(slots, np.int32), np.isin(slots, [*settings])
         rows = [settings.get(slot, self.programs.blank_row) for slot in slots]
         sent_at = time.perf_counter()
         joint = joined(rows, sampled=name.rows != GREEDY)
         report = self._run(name, DecodeInput(slot_B, live_B, joint, np.int32(choice.rounds)))
-        return DecodeCall(choice, list(states), slots, report, sent_at, is_clean=not late)
+        return DecodeCall(choice, states, slots, report, sent_at, is_clean=not late)
 
     def read(self, call: DecodeCall) -> list[RowOutput]:
         """Waits for a decode call; returns its output per request."""
@@ -124,7 +126,7 @@ class DecodeBatch:
         return [_output_of(state, call.slots.index(state.slot), report) for state in call.states]
 
     def dummy_run(self, name: ProgramName, length: int, slots: Sequence[int]) -> float:
-        """Runs a program on free slots, which lose their tokens, after `length` tokens.
+        """Runs a program on free slots after `length` tokens, and empties the slots.
 
         A decode program runs twice: in steps as well, the host sends a call while another runs.
         Returns the seconds of a round, or of the whole program.
@@ -141,13 +143,9 @@ class DecodeBatch:
         seconds = time.perf_counter() - begin
         if name.kind == "decode":
             count *= int((jax.device_get(reports[-1].counts_B2R)[:, 0] > 0).sum(axis=1).max())
+        for slot in slots:  # padding rows of later calls read all tokens of their slots
+            self.copy(slot, slot, 0)
         return seconds / count
-
-    def _rows_of(self, slots: Sequence[int], batch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The slots of a batch in order, and which of them decode; padding rows use other slots."""
-        others = (slot for slot in range(self.programs.num_slots) if slot not in slots)
-        slot_B = np.sort([*slots, *itertools.islice(others, batch - len(slots))])
-        return slot_B.astype(np.int32), np.isin(slot_B, slots)
 
     def _run(self, name: ProgramName, *arrays: Any) -> Any:
         """Runs a program on the state; returns its report."""

@@ -369,7 +369,7 @@ class Engine:
             rounds = max(1, min(rounds, left))
         choice = self._pacing.choose(states, rounds)
         self._compile_next(choice.missing)
-        call = self._batch.decode(states, choice)
+        call = self._batch.decode(states, choice, self._slots.shortest())
         call.is_clean &= not (self._chunks or self._is_compiling)
         return call
 

@@ -88,7 +88,8 @@ class Pacing:
         whole = [output.rounds[: len(output.rounds) - output.is_done] for output in outputs]
         accepted = [committed - 1 for rounds in whole for committed, _ in rounds]
         round_ms = 1e3 * seconds / num_rounds if call.is_clean else None
-        self._controller.observe(choice.costs, shape, accepted, num_rounds, len(outputs), round_ms)
+        rows = sum(bool(output.rounds) for output in outputs)
+        self._controller.observe(choice.costs, shape, accepted, num_rounds, rows, round_ms)
         if round_ms:
             self.costs.update(batch, shape, max(each.length for each in call.states), round_ms)
 

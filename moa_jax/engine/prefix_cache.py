@@ -49,6 +49,10 @@ class SlotTable:
         free = [slot for slot in self._tokens if slot not in self._in_use]
         return sorted(free, key=lambda slot: len(self._tokens[slot]) > 0)
 
+    def shortest(self) -> list[int]:
+        """All slots, those with the fewest tokens first."""
+        return sorted(self._tokens, key=lambda slot: len(self._tokens[slot]))
+
     def assign(self, prompt: Sequence[int], may_reuse: bool = True) -> Assignment:
         """Takes a free slot for a prompt.
 

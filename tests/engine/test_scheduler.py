@@ -94,6 +94,7 @@ def test_a_common_prefix_is_copied_and_stays():
     table = SlotTable(3, reuses=True)
     taken(table, (*TEXT, 1))
     taken(table, tuple(range(40)))
+    assert table.shortest() == [2, 1, 0]
     first = table.assign((*TEXT, 2, 3))
     assert first == (2, 0, len(TEXT))  # an empty slot comes first
     table.hold(first.slot, (*TEXT, 2, 3))
