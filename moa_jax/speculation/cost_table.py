@@ -75,11 +75,6 @@ class CostTable:
         """Whether the shape is calibrated at this length."""
         return length in self._ms.get((batch, _unsampled(shape)), {})
 
-    def for_batch(self, batch: int, length: int) -> dict[DraftShape, float]:
-        """Milliseconds of a round for each calibrated shape."""
-        shapes = [shape for size, shape in list(self._ms) if size == batch]
-        return {shape: self.ms(batch, shape, length) for shape in shapes}
-
     def put(self, batch: int, shape: DraftShape, length: int, ms: float) -> None:
         """Stores a calibrated cost; raises ValueError if `ms` is not above 0 and finite."""
         if not 0 < ms < math.inf:

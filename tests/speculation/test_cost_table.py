@@ -40,7 +40,7 @@ def test_costs_are_linear_between_calibrated_lengths_and_clamped_outside():
     assert table.ms(8, CHAIN, 100) is None and table.ms(1, TREE, 100) is None
     assert table.has(1, CHAIN, 100) and not table.has(1, CHAIN, 550)
     table.put(8, TREE, 100, 9.0)
-    assert (table.for_batch(1, 550), table.for_batch(8, 550)) == ({CHAIN: 2.1}, {TREE: 9.0})
+    assert (table.ms(1, CHAIN, 550), table.ms(8, TREE, 550)) == (2.1, 9.0)
 
 
 def two_shapes() -> CostTable:
@@ -86,7 +86,7 @@ def test_a_shape_that_does_not_run_follows_the_machine():
 def test_sampled_candidates_cost_as_much_as_the_most_likely():
     table = CostTable()
     table.put(1, dataclasses.replace(CHAIN, sampled=True), 64, 1.5)
-    assert table.for_batch(1, 64) == {CHAIN: 1.5}
+    assert table.ms(1, CHAIN, 64) == 1.5
     assert table.ms(1, dataclasses.replace(CHAIN, sampled=True), 64) == 1.5
 
 
@@ -101,7 +101,7 @@ def test_calibrated_costs_are_restored_from_the_disk(tmp_path):
     path = saved(tmp_path / "made" / "now")
     table, notice = load_costs(path.parent, KEY)
     assert notice is None
-    assert (table.for_batch(1, 64), table.for_batch(8, 64)) == ({CHAIN: 1.5}, {TREE: 4.0})
+    assert (table.ms(1, CHAIN, 64), table.ms(8, TREE, 64)) == (1.5, 4.0)
     content = json.loads(path.read_text())
     assert CostKey(**content["key"]) == KEY and content["key"]["jax"]
     assert content["costs"][0] == {
@@ -114,7 +114,7 @@ def test_static_trees_are_stored(tmp_path):
     table, shape = CostTable(KEY), DraftShape.static([[0], [1], [0, 0]])
     table.put(1, shape, 64, 2.5)
     save_costs(tmp_path, table)
-    assert load_costs(tmp_path, KEY)[0].for_batch(1, 64) == {shape: 2.5}
+    assert load_costs(tmp_path, KEY)[0].ms(1, shape, 64) == 2.5
 
 
 def test_corrections_by_steps_are_not_stored(tmp_path):
@@ -171,7 +171,7 @@ def test_a_damaged_file_is_noticed_and_written_anew(tmp_path, text):
     table.put(1, CHAIN, 64, 3.0)
     save_costs(tmp_path, table)
     again, notice = load_costs(tmp_path, KEY)
-    assert (again.for_batch(1, 64), again.for_batch(8, 64), notice) == ({CHAIN: 3.0}, {}, None)
+    assert (again.ms(1, CHAIN, 64), again.ms(8, TREE, 64), notice) == (3.0, None, None)
 
 
 @pytest.mark.parametrize("field", "cores moa_jax jax jaxlib driver weights dtype".split())
