@@ -138,7 +138,8 @@ FIELDS = set(
 )
 
 
-@pytest.mark.parametrize("mode", ["stream", pytest.param("chain", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["stream", "chain"])
 def test_split_client_json_is_the_targets_answer_with_figures(mode, ask, pair, files):
     code, out, err = ask("--prompts", files["two"], "--stop-ids", "", "--json", "--mode", mode)
     assert code == 0 and out.count("\n") == 1, err

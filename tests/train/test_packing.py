@@ -25,6 +25,7 @@ from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.model import llama
 from moa_jax.training.distillation import make_loss, make_probe
+from tests.conftest import slow
 from tests.train.blocks import in_blocks
 
 BLOCK = BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None)
@@ -50,7 +51,6 @@ KINDS = {
     "independent": (IndependentConfig(SMALL), Objective()),
     "borrowed": (BorrowedConfig(SMALL), Objective()),
 }
-FAST = ("moa-reuse", "eagle3")
 LENGTHS = (11, 17, 6)
 
 
@@ -77,7 +77,7 @@ def gradient_of(name: str) -> tuple:
     """Returns a drafter, its parameters, and its loss with gradients."""
     config, objective = KINDS[name]
     drafter = DRAFTERS[method_of(config)].make(config, TARGET, objective)
-    params = jax.tree.map(lambda x: 3 * x, drafter.init(jax.random.key(2)))
+    params = jax.tree.map(lambda x: 3 * x, jax.jit(drafter.init)(jax.random.key(2)))
     gradient = jax.value_and_grad(make_loss(TARGET, drafter, jnp.float32), has_aux=True)
     return drafter, params, lambda *given: gradient(*given, jax.random.key(3), jnp.float32(0.7))
 
@@ -87,9 +87,7 @@ def assert_close(one, other) -> None:
         np.testing.assert_allclose(ours, wanted, rtol=2e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in KINDS]
-)
+@pytest.mark.parametrize("name", ["eagle3", *(slow(n) for n in KINDS if n != "eagle3")])
 def test_packed_is_alone(name, laid_out, frozen):
     """Compares loss, gradients and the figures of evaluations."""
     drafter, params, gradient = gradient_of(name)
