@@ -24,9 +24,7 @@ from tests.model_folders import refusal
 
 CASES = (
     "alone:moa-1:chain@tensor=8",  # more devices than key-value heads
-    "batch:moa-0:tree@tensor=8",
     "batch:moa-1:wide@tensor=2,data=2",
-    "batch:eagle:wide@tensor=2,data=3",
     "batch:eagle3-ids:wide@tensor=4",
     "batch:glide:wide@tensor=2",
     "batch:independent:wide@tensor=4,data=2",

@@ -93,6 +93,7 @@ def test_cached_drafting_equals_training(name, num_reused, whole):
     assert_close(drafted_JV, trained_TV[PROMPT:], name)
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_an_lsa_that_adds_nothing(whole):
     """An LSA block whose outputs are zero returns its input, so the mean over layers is left."""
     target, drafter = whole

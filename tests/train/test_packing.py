@@ -9,7 +9,6 @@ import pytest
 
 from moa_jax.config import (
     BlockConfig,
-    BorrowedConfig,
     Eagle3Config,
     EagleConfig,
     FeedbackConfig,
@@ -35,7 +34,6 @@ MOA = (1, 24, 1, 24, 2, 16)
 # One period and no staircase: rows draw both, and packed rows hold other conversations.
 MASKS = MaskConfig(shortest_future=6, longest_future=6, staircase=False)
 KINDS = {
-    "moa": (MoaConfig(*MOA), Objective(MASKS)),
     "moa-reuse": (MoaConfig(*MOA, target_layer_inference=1), Objective(MASKS)),
     "moa-on-policy": (
         MoaConfig(*MOA, target_layer_inference=1),
@@ -49,7 +47,6 @@ KINDS = {
     ),
     "glide": (GlideConfig(1, 24, 3), Objective()),
     "independent": (IndependentConfig(SMALL), Objective()),
-    "borrowed": (BorrowedConfig(SMALL), Objective()),
 }
 LENGTHS = (11, 17, 6)
 

@@ -106,6 +106,7 @@ def assert_stopped_by(what: str, folder: Path, err: str) -> None:
     assert final_state(folder, config)[0] == int(step)
 
 
+@pytest.mark.slow
 def test_a_terminated_run_saves_and_exits(tmp_path):
     with running(tmp_path, *ENDLESS) as process:
         wait_for_update(process, 3)
