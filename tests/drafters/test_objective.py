@@ -142,6 +142,7 @@ def test_loss_is_the_token_loss_chosen(token):
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.slow
 def test_feature_loss_fades():
     objective = Objective(loss=LossConfig(feature_fade=0.4))
     loss = jax.jit(make_loss(TARGET, make(DRAFTER, TARGET, objective), jnp.float32))
