@@ -15,7 +15,6 @@ from moa_jax.model import quantize
 from moa_jax.model.kernels import cpu
 from moa_jax.model.kernels.cpu import Panels
 from moa_jax.pretrained import load_target, save_target
-from tests.conftest import slow
 from tests.model_folders import save_random_pair
 from tests.pairs import NO_STOP, PROMPTS, Pair
 
@@ -32,7 +31,8 @@ def pair(tmp_path_factory) -> Pair:
     return Pair(folder, 0)
 
 
-@pytest.mark.parametrize(("shape", "batch"), [(CHAIN, 1), slow(None, 2), slow(TREE, 1)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "batch"), [(None, 2), (CHAIN, 1), (TREE, 1)], ids=str)
 def test_a_round_copies_no_cache(pair, shape, batch):
     """A round copies no other array of the size of a cache either."""
     session = Session(pair.target, shape and pair.drafter, shape)

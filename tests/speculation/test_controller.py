@@ -19,7 +19,6 @@ from moa_jax.speculation.controller import (
     DraftController,
     ShapeChoice,
 )
-from tests.conftest import slow
 from tests.speculation.simulation import (
     CPU,
     GPU,
@@ -50,7 +49,8 @@ EARLIER = {
 }
 
 
-@pytest.mark.parametrize("setting", ["one row", *map(slow, list(EARLIER)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", EARLIER)
 def test_speed_is_close_to_plain_decoding_and_to_the_best_fixed_shape(setting):
     found = figures(controlled, setting)
     assert found.least_over_plain >= 0.97

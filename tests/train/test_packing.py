@@ -24,7 +24,6 @@ from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.model import llama
 from moa_jax.training.distillation import make_loss, make_probe
-from tests.conftest import slow
 from tests.train.blocks import in_blocks
 
 BLOCK = BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None)
@@ -84,7 +83,8 @@ def assert_close(one, other) -> None:
         np.testing.assert_allclose(ours, wanted, rtol=2e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["eagle3", *(slow(n) for n in KINDS if n != "eagle3")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
 def test_packed_is_alone(name, laid_out, frozen):
     """Compares loss, gradients and the figures of evaluations."""
     drafter, params, gradient = gradient_of(name)
