@@ -154,11 +154,17 @@ def run(capsys) -> Callable[..., Done]:
     return run
 
 
-def golden_cases(prefix: str = "", needs: str | None = None) -> list:
+def slow(*values: object) -> object:
+    """Returns the parameters of a slow case."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def golden_cases(prefix: str = "", needs: str | None = None, fast: tuple[str, ...] = ()) -> list:
     """Returns the case folders as parameters; the id of each parameter is the folder's name.
 
-    A case folder has a name that starts with `prefix`, and holds the file `needs`. Without a case,
-    the only parameter skips its test and names the missing folder.
+    A case folder has a name that starts with `prefix`, and holds the file `needs`. Cases that
+    `fast` does not name are slow; without names, none is slow. Without a case, the only parameter
+    skips its test and names the missing folder.
     """
     root = golden_folder()
     if root is None:
@@ -167,7 +173,9 @@ def golden_cases(prefix: str = "", needs: str | None = None) -> list:
     cases = [path for path in folders if needs is None or (path / needs).is_file()]
     if not cases:
         return [_skipped(f"no case {prefix}* with {needs or 'any file'} in {root}")]
-    return [pytest.param(path, id=path.name, marks=pytest.mark.golden) for path in cases]
+    slow_too = lambda path: [pytest.mark.slow] * (bool(fast) and path.name not in fast)
+    marks = lambda path: [pytest.mark.golden, *slow_too(path)]
+    return [pytest.param(path, id=path.name, marks=marks(path)) for path in cases]
 
 
 def arrays_of(path: Path) -> dict[str, np.ndarray]:

@@ -152,7 +152,6 @@ def test_decoding_moves_no_weight_and_no_cache(num_nodes):
     "num_nodes, kind",
     [
         pytest.param(1, "slot", id="plain"),
-        pytest.param(8, "slots", id="chain"),
         pytest.param(63, "slots", id="tree"),
     ],
 )

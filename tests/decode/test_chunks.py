@@ -10,10 +10,10 @@ from moa_jax import Session
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode.programs import chunks_for, chunks_of
 from moa_jax.decode.session import GREEDY
+from tests.conftest import slow
 from tests.decode.tiny import KINDS, drafter, target
 from tests.pairs import NO_STOP
 
-FAST = ("moa-1", "lookup")
 WHOLE = 500  # tokens of a chunk that is larger than any prompt here
 LENGTHS = (1, 61, 2, 40, 7, 8, 9)
 PROMPTS = [
@@ -60,9 +60,7 @@ def assert_same_rows(found, expected, lengths, first=0):
             np.testing.assert_allclose(*some, rtol=0, atol=1e-5 * largest)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
-)
+@pytest.mark.parametrize("name", ["lookup", *(slow(x) for x in KINDS if x != "lookup")])
 def test_every_drafter_reads_chunks_as_it_reads_whole_prompts(name):
     """Compares caches, tokens and accept lengths for rows of 1 to 61 tokens in chunks of 7."""
     expected, limits, law = started(session(name, WHOLE))

@@ -31,7 +31,8 @@ def pair(tmp_path_factory) -> Pair:
     return Pair(folder, 0)
 
 
-@pytest.mark.parametrize(("shape", "batch"), [(None, 1), (None, 2), (CHAIN, 1), (TREE, 1)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "batch"), [(None, 2), (CHAIN, 1), (TREE, 1)], ids=str)
 def test_a_round_copies_no_cache(pair, shape, batch):
     """A round copies no other array of the size of a cache either."""
     session = Session(pair.target, shape and pair.drafter, shape)
@@ -40,6 +41,7 @@ def test_a_round_copies_no_cache(pair, shape, batch):
     assert large_moves(session.loop(state, limits, law).as_text(), size) == []
 
 
+@pytest.mark.slow
 def test_panels_change_no_text(pair, monkeypatch):
     def texts() -> list[list[int]]:
         session = Session(pair.target)

@@ -17,7 +17,8 @@ PROMPTS = (
 )
 
 
-@pytest.mark.parametrize("weights", [None, pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", [None, "int8"])
 def test_drafts_change_nothing_and_help(weights):
     """Holds for greedy and for sampled text."""
     target = load_target(DEMO / "target", jnp.float32, weights=weights)

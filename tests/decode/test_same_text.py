@@ -27,12 +27,13 @@ from moa_jax import Result, Session
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode.draft_vocabulary import DraftVocabulary
 from moa_jax.engine import Engine, Request
-from moa_jax.engine.program_cache import SAMPLED, ProgramName
+from moa_jax.engine.program_cache import GREEDY, SAMPLED, ProgramName
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.speculation.controller import NO_DRAFT, ShapeChoice
 from moa_jax.speculation.cost_table import CostTable
 from moa_jax.split.client_drafter import ClientDrafter
 from moa_jax.split.server_target import TargetSlots
+from tests.conftest import slow
 from tests.decode.tiny import TINY, TinyPairs, follow
 from tests.engine.engines import answers
 from tests.serve.toy_server import COMPLETIONS, Running
@@ -59,20 +60,17 @@ REQUESTS = [
     Request(tuple(3 * i * i % 61 for i in range(30)), 20, ()),
 ]
 FAST = """
-    alone:moa-1:chain
-    batch:moa-0:tree batch:moa-2:chain batch:eagle:wide batch:eagle3:chain batch:glide:tree
-    batch:independent:chain batch:borrowed:tree batch:lookup:chain batch:moa-1:lagging
-    engine:moa-1:tree http:lookup:chain split:moa-1:chain
+    alone:lookup:chain batch:eagle:wide engine:moa-1:tree http:lookup:chain split:moa-1:chain
 """.split()
 SLOW = """
-    alone:lookup:chain alone:moa-2:lagging alone:moa-2:tree:greedy
-    batch:moa-0:static batch:moa-1:wide batch:moa-2:tree:greedy batch:eagle:tree
-    batch:eagle-authors:wide batch:eagle3-ids:wide batch:glide:chain batch:independent:tree
-    batch:borrowed:chain batch:eagle3:lagging batch:independent:lagging batch:lookup:lagging
-    batch:moa-1+int8:tree batch:moa-1+fp8:chain batch:borrowed+int8:tree batch:moa-1+words:tree
-    batch:moa-1+int8+words:chain
+    alone:moa-1:chain alone:moa-2:lagging alone:moa-2:tree:greedy
+    batch:moa-0:tree batch:moa-0:static batch:moa-1:wide batch:moa-1:lagging batch:moa-2:chain
+    batch:eagle-authors:wide batch:eagle3:chain batch:eagle3:lagging batch:eagle3-ids:wide
+    batch:glide:tree batch:independent:chain batch:independent:lagging batch:borrowed:tree
+    batch:lookup:lagging batch:moa-1+int8:tree batch:moa-1+fp8:chain batch:borrowed+int8:tree
+    batch:moa-1+words:tree batch:moa-1+int8+words:chain
     engine:eagle3:tree engine:moa-2:lagging engine:lookup:lagging engine:moa-1:chain:greedy
-    engine:moa-1+int8:tree engine:moa-1+words:tree http:moa-1:tree http:eagle3:lagging
+    engine:moa-1+words:tree http:moa-1:tree
     split:moa-0:tree split:eagle:tree split:eagle3:chain split:glide:chain split:independent:chain
     split:borrowed:tree split:moa-1+int8:chain split:moa-1:chain:greedy
 """.split()
@@ -175,11 +173,16 @@ def engine_for(case: Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     shape = SHAPES.get(case.shape, CHAIN)
     settings = {"num_slots": 2, "max_tokens": 64, "chunk": 16} | case.settings
     engine = Engine(case.target, case.drafter, shape, **settings)
+    programs = engine.programs  # most of a test is compiling: one bucket, and one kind of rows
+    programs.buckets = programs.buckets[-1:]
+    kind = SAMPLED if any(each.sampling != Sampling() for each in case.requests) else GREEDY
     if case.lags:
         take_turns(engine, turns_of(case), monkeypatch)
+    needed = lambda each: each.kind != "score" and (each.kind != "decode" or each.rows == kind)
+    first = list(filter(needed, programs.first()))
+    programs.first, programs.later = lambda: first, lambda: []
+    engine._pacing.add_dummy_runs = lambda names: None
     engine.prepare()
-    engine._pacing.add_dummy_runs = lambda names: None  # most of a test is compiling
-    engine.programs.later = lambda: []
     engine.session.background.submit = lambda *job, **rest: None
     yield engine
     if case.lags:
@@ -190,7 +193,7 @@ def take_turns(
     engine: Engine, turns: list[tuple[DraftShape, int]], patch: pytest.MonkeyPatch
 ) -> None:
     """The engine uses these shapes and rounds in turn; each call covers all slots."""
-    order, largest = itertools.cycle(turns), engine.programs.buckets[-1:]
+    order, largest = itertools.cycle(turns), engine.programs.buckets
     costs = dict.fromkeys(shape for shape, _ in turns)
     for shape in costs:
         for length in engine._pacing.lengths():
@@ -199,7 +202,6 @@ def take_turns(
     choose = lambda costs, *lags_ms: ShapeChoice(*next(order))
     patch.setattr(engine.session.controller, "next", choose)
     patch.setattr(engine.programs, "shapes", lambda batch: list(costs))
-    patch.setattr(engine.programs, "buckets", largest)
 
 
 def engine(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
@@ -282,9 +284,7 @@ def plain_texts(name: str, case: Case, pairs: TinyPairs = TINY) -> list[list[int
     return [row.token_ids for row in rows_of(plain_session(pairs, weights), case.requests)]
 
 
-@pytest.mark.parametrize(
-    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.parametrize("name", [*FAST, *map(slow, SLOW)])
 def test_drafted_text_equals_plain_text(name, monkeypatch):
     case, driver = case_of(name), name.partition(":")[0]
     if driver == "alone":  # each setting is a program of its own

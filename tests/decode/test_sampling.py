@@ -115,14 +115,15 @@ def test_token_counts_of_texts():
     tokens_BC = np.array([[1, 1, 2, 1, 3, 3, 7], [4, 5, 6, 6, 6, -1, -1]])
     law = make_batch_sampling([Sampling(repetition_penalty=2.0, presence_penalty=1.0)] * 2, V)
     prompt_length_B, count_B = np.array([2, 1]), np.array([6, 7])
-    said = sampling.counts_in(law, tokens_BC, prompt_length_B, V, count_B)
+    counts_in = jax.jit(sampling.counts_in, static_argnums=3)
+    said = counts_in(law, tokens_BC, prompt_length_B, V, count_B)
     assert [set(np.flatnonzero(seen_V)) for seen_V in said.seen] == [{1, 2, 3}, {4, 5, 6}]
     np.testing.assert_array_equal(
         said.times, [np.bincount(row, minlength=V) for row in ([2, 1, 3, 3], [5, 6, 6, 6])]
     )
-    some = sampling.counts_in(law, tokens_BC, prompt_length_B, V, np.array([4, 2]))
+    some = counts_in(law, tokens_BC, prompt_length_B, V, np.array([4, 2]))
     more_BT = np.array([[3, 3, 9], [6, 6, 6]])
-    some = sampling.add_answer_tokens(some, more_BT, np.array([2, 3]))
+    some = jax.jit(sampling.add_answer_tokens)(some, more_BT, np.array([2, 3]))
     for ours, theirs in zip(some, said, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert (

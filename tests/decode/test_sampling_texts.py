@@ -225,6 +225,7 @@ def text_by_definition(pair: SampledPair, i: int, row: Sampling) -> list[int]:
     return answer
 
 
+@pytest.mark.slow
 def test_seeds_decide(pair):
     """Rows of one setting get different seeds; the same seed gives the same text."""
     texts = {
@@ -240,6 +241,7 @@ def test_seeds_decide(pair):
     assert len(set(map(tuple, texts[0]))) == 6
 
 
+@pytest.mark.slow
 def test_texts_go_on_as_they_began(pair):
     """Noise depends on the position, so the noise after the prompt differs from that of round one.
 

@@ -89,6 +89,7 @@ def test_the_drafter_reads_the_last_token_too(rounds):
     assert int(now.length_B[0]) == int(now.draft_lag.draft_len_B[0])
 
 
+@pytest.mark.slow
 def test_truncated_rounds_are_not_observed():
     """The tokens that a row accepts in its last round are no evidence for the drafter."""
     found = scripted("moa-1", (CHAIN, 3))
@@ -98,6 +99,7 @@ def test_truncated_rounds_are_not_observed():
     assert sorted(observed) == sorted(counted)
 
 
+@pytest.mark.slow
 def test_a_drafter_without_weights_drafts_what_repeats_and_no_more():
     """Without costs, a miss is followed by plain rounds, and several rows decode plainly."""
     found, rows = Session(target(), drafter("lookup"), CHAIN, ways=(LONG,)), []

@@ -57,21 +57,19 @@ def tree_session(folder, name: str) -> tuple[Session, object]:
 
 
 KINDS = ("moa_", "glide_", "independent_", "eagle_")  # their rounds are those of the authors' code
-QUICK = {
-    ("moa_llama_trained", "d4b3t8"),
-    ("eagle_llama_trained", "d4b3t8"),
-}
+QUICK = ("moa_llama_trained", "d4b3t8")
+WHOLE = ("moa_llama_trained", "glide_llama", "independent_llama", "eagle_llama_trained")
 
 
 def cases():
     generated = [case for kind in KINDS for case in golden_cases(kind, "generate.npz")]
     for case in generated:
-        # Drafting does not depend on the family: for others than Llama, one shape is enough.
-        shapes = set(SHAPES) if "_llama" in case.id and "rope" not in case.id else {"d7b8t62"}
+        # Drafting does not depend on the family: for one case of each kind, all shapes.
+        shapes = set(SHAPES) if case.id in WHOLE else {"d7b8t62"}
         if case.id.startswith("moa_"):
             shapes.discard("d5b1t4")  # a chain: test_spec.py has it
         for name in sorted(shapes):
-            slow = [] if (case.id, name) in QUICK else [pytest.mark.slow]
+            slow = [] if (case.id, name) == QUICK else [pytest.mark.slow]
             marks = [*case.marks, *slow]
             yield pytest.param(*case.values, name, id=f"{case.id}-{name}", marks=marks)
 

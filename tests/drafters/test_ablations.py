@@ -80,9 +80,9 @@ def trained(pair: MoaPair, batch: Batch, objective: Objective = PAPER):
 # ---- drafting -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "num_reused"),
-    [("last", 1), ("no-sa", 1), ("hidden", 1), pytest.param("bare", 0, marks=pytest.mark.slow)],
+    ("name", "num_reused"), [("last", 1), ("no-sa", 1), ("hidden", 1), ("bare", 0)]
 )
 def test_cached_drafting_equals_training(name, num_reused, whole):
     target, drafter = whole
@@ -93,6 +93,7 @@ def test_cached_drafting_equals_training(name, num_reused, whole):
     assert_close(drafted_JV, trained_TV[PROMPT:], name)
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_an_lsa_that_adds_nothing(whole):
     """An LSA block whose outputs are zero returns its input, so the mean over layers is left."""
     target, drafter = whole
@@ -135,6 +136,7 @@ def pair(whole) -> MoaPair:
     return stages_of(target, without(drafter, target_layer_inference=1))
 
 
+@pytest.mark.slow
 def test_every_token_is_the_first_of_a_round(pair):
     """Unbounded training gives each token the logits that decoding gives to a root there."""
     batch = batch_of(len(ROOTS))
@@ -146,6 +148,7 @@ def test_every_token_is_the_first_of_a_round(pair):
     assert (error_B[1:] > 1e-2).all()
 
 
+@pytest.mark.slow
 def test_the_flag_chooses_the_rule(pair):
     """The loss is that of the unbounded forward, without staircase and known answer tokens."""
     batch = batch_of(len(ROOTS))

@@ -20,6 +20,7 @@ from moa_jax.config import (
     MoaConfig,
 )
 from moa_jax.pretrained import LoadedDrafter, Target, save_drafter
+from tests.conftest import slow
 from tests.drafting import (
     assert_drafting_equals_training,
     assert_training_makes_a_drafter,
@@ -49,7 +50,6 @@ KINDS: dict[str, tuple[str, Any]] = {
     "small": ("independent", lambda target: IndependentConfig(one_layer(target, **SMALL))),
     "borrowed": ("independent-borrowed", lambda target: BorrowedConfig(one_layer(target))),
 }
-SLOW = {"eagle-authors", "eagle3-whole"}
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +74,7 @@ def cut_short(target: Target) -> LoadedDrafter:
     )
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else []) for x in KINDS]
-)
+@pytest.mark.parametrize("kind", ["eagle3", *(slow(x) for x in KINDS if x != "eagle3")])
 def test_cached_drafting_equals_training(kind, wide_target):
     assert_drafting_equals_training(wide_target, drafter_of(kind, wide_target))
 

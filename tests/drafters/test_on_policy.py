@@ -55,10 +55,8 @@ def known_of(batch: Batch, answer: tuple[int, ...] = KNOWN):
     return ~batch.response_BT | np.isin(batch.position_BT, answer)
 
 
-@pytest.mark.parametrize(
-    ("family", "num_reused"),
-    [("qwen3", 1), pytest.param("llama31", 3, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "num_reused"), [("qwen3", 1), ("llama31", 3)])
 def test_equals_cached_decoding(family, num_reused, saved):
     """Logits are equal at every unknown token; by the reference's rule, in the first block only.
 
@@ -81,6 +79,7 @@ def test_equals_cached_decoding(family, num_reused, saved):
     assert_close(*(logits_BTV[0, :LENGTH] for logits_BTV in rules), "both rules")
 
 
+@pytest.mark.slow
 def test_option_chooses_the_rule(pair):
     """The loss uses the exact rule's logits, which differ from the reference's."""
     objective = Objective(MaskConfig(staircase=False, on_policy_reuse=True))

@@ -16,6 +16,7 @@ from moa_jax.model import attention, cache, masks
 from moa_jax.model.cache import KV, SlotCache
 from moa_jax.model.kernels import decode_gpu, decode_tpu
 from moa_jax.model.rotary import Rotation, rotate_packed
+from tests.conftest import slow
 
 KERNELS = {
     "gpu": functools.partial(decode_gpu.attend, interpret=True),
@@ -69,7 +70,7 @@ FAST |= {(case, "compiled") for case in CASES}
 @pytest.mark.parametrize(
     "case, kernel",
     [
-        pytest.param(case, kernel, marks=[] if (case, kernel) in FAST else pytest.mark.slow)
+        (case, kernel) if (case, kernel) in FAST else slow(case, kernel)
         for case in CASES
         for kernel in KERNELS
     ],

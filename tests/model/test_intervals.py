@@ -16,6 +16,7 @@ from moa_jax.model import attention, masks
 from moa_jax.model.cache import KV
 from moa_jax.model.kernels import train_intervals
 from moa_jax.model.kernels.train_intervals import How
+from tests.conftest import slow
 
 B, T = 3, 256
 
@@ -100,7 +101,7 @@ PLATFORMS = ["gpu", "tpu"] if HERE == "cpu" else [HERE]
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("name", [*MASKS[1:4], pytest.param("fed_back_2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["staircase", *map(slow, (*MASKS[1:4:2], "fed_back_2"))])
 def test_kernels_equal_the_einsum_forward_and_backward(name, platform):
     """Rows are packed and padded; some tokens attend to no token of a part, or to all tokens."""
     seen = intervals(name, 1)

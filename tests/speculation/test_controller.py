@@ -23,7 +23,6 @@ from tests.speculation.simulation import (
     CPU,
     GPU,
     LOADED,
-    SETTINGS,
     SLOW,
     TABLES,
     TEXTS,
@@ -50,7 +49,8 @@ EARLIER = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", EARLIER)
 def test_speed_is_close_to_plain_decoding_and_to_the_best_fixed_shape(setting):
     found = figures(controlled, setting)
     assert found.least_over_plain >= 0.97

@@ -138,7 +138,8 @@ FIELDS = set(
 )
 
 
-@pytest.mark.parametrize("mode", ["stream", pytest.param("chain", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["stream", "chain"])
 def test_split_client_json_is_the_targets_answer_with_figures(mode, ask, pair, files):
     code, out, err = ask("--prompts", files["two"], "--stop-ids", "", "--json", "--mode", mode)
     assert code == 0 and out.count("\n") == 1, err
@@ -176,6 +177,7 @@ def test_split_client_offline_is_the_drafter_alone(ask):
     assert result["server_calls"] == result["drops"] == 0 and result["tau"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["verify", "keep"])
 def test_disconnect_program_reports_it_and_exits_with_0(policy, ask, server, pair, monkeypatch):
     """The link is cut after the first bytes of the answer, and returns later."""

@@ -118,6 +118,7 @@ def test_split_client_drafts_alone_and_the_target_verifies_later(pair, slots, dr
     assert split.text == [*PROMPTS[0], *plain.token_ids]
 
 
+@pytest.mark.slow
 def test_split_counts_an_answer_that_is_read(pair, slots, drafter):
     """A session that is opened again with its text has the same penalties as before."""
     (plain,) = pair.plain.generate(PROMPTS[:1], NUM_NEW, NO_STOP, LAWS[2])
@@ -137,6 +138,7 @@ def test_split_stop_ids_within_a_prompt_end_nothing(slots):
     slots.close(slot)
 
 
+@pytest.mark.slow
 def test_split_sides_choose_the_format_of_their_weights(pair, slots):
     """A client in int8 drafts for a target in float32: the text is the target's."""
     described = describe_target(pair.target.folder)

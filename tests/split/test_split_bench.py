@@ -58,14 +58,14 @@ def test_split_bench_counts_the_costs_of_each_mode_and_answers_that_differ(serve
 
 def test_split_bench_table_shows_all(server, monkeypatch):
     monkeypatch.setattr(run, "server", lambda flags: contextlib.nullcontext(server.port))
-    flags = {"profiles": ["loopback", "4g"], "max_new_tokens": 16}
+    flags = {"profiles": ["loopback", "wired"], "max_new_tokens": 16}
     made = json.loads(json.dumps(run.measure(toy_bench("stream", "chain", **flags))))
     assert not made["differences"] and made["settings"]["modes"] == ["stream", "chain"]
     shown = table.render(made)
     lines = [line for line in shown.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 4 and len({line.count("|") for line in lines}) == 1
     assert "| chain |" in shown and "4/4" in shown and "DIFFER" not in shown
-    made["differences"] = [{"profile": "4g", "mode": "chain", "prompt": 0}]
+    made["differences"] = [{"profile": "wired", "mode": "chain", "prompt": 0}]
     assert "1 answers DIFFER" in table.render(made)
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from moa_jax.config import (
     BlockConfig,
-    BorrowedConfig,
     Eagle3Config,
     EagleConfig,
     FeedbackConfig,
@@ -34,7 +33,6 @@ MOA = (1, 24, 1, 24, 2, 16)
 # One period and no staircase: rows draw both, and packed rows hold other conversations.
 MASKS = MaskConfig(shortest_future=6, longest_future=6, staircase=False)
 KINDS = {
-    "moa": (MoaConfig(*MOA), Objective(MASKS)),
     "moa-reuse": (MoaConfig(*MOA, target_layer_inference=1), Objective(MASKS)),
     "moa-on-policy": (
         MoaConfig(*MOA, target_layer_inference=1),
@@ -48,9 +46,7 @@ KINDS = {
     ),
     "glide": (GlideConfig(1, 24, 3), Objective()),
     "independent": (IndependentConfig(SMALL), Objective()),
-    "borrowed": (BorrowedConfig(SMALL), Objective()),
 }
-FAST = ("moa-reuse", "eagle3")
 LENGTHS = (11, 17, 6)
 
 
@@ -77,7 +73,7 @@ def gradient_of(name: str) -> tuple:
     """Returns a drafter, its parameters, and its loss with gradients."""
     config, objective = KINDS[name]
     drafter = DRAFTERS[method_of(config)].make(config, TARGET, objective)
-    params = jax.tree.map(lambda x: 3 * x, drafter.init(jax.random.key(2)))
+    params = jax.tree.map(lambda x: 3 * x, jax.jit(drafter.init)(jax.random.key(2)))
     gradient = jax.value_and_grad(make_loss(TARGET, drafter, jnp.float32), has_aux=True)
     return drafter, params, lambda *given: gradient(*given, jax.random.key(3), jnp.float32(0.7))
 
@@ -87,9 +83,8 @@ def assert_close(one, other) -> None:
         np.testing.assert_allclose(ours, wanted, rtol=2e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
 def test_packed_is_alone(name, laid_out, frozen):
     """Compares loss, gradients and the figures of evaluations."""
     drafter, params, gradient = gradient_of(name)

@@ -104,13 +104,6 @@ def ends(
     return [found[0], found[1]]
 
 
-def test_a_fault_on_one_process_ends_both():
-    (code, lines, told), (own_code, own_lines, own_told) = ends(WAIT, "raising(ValueError('ours'))")
-    assert (code, own_code) == (1, 1)
-    assert own_lines == ["toy: ValueError: ours"] and own_told.startswith("Traceback")
-    assert lines == ["toy: process 1: ValueError: ours"] and "Traceback" not in told
-
-
 SOON = "processes.HEARTBEAT_TIMEOUT_S = 2; "
 # One thread holds the interpreter lock for some seconds.
 BUSY = "import sys; sys.setswitchinterval(100); end = time.monotonic() + {}; "
@@ -123,6 +116,7 @@ HAS_NO_FILE = (2, f"toy: {NO_FILE}", f"toy: process 0: {NO_FILE}")
 ENDS = {  # what both do, the code of both, and what the lines of both hold
     "on the first": (f"time.sleep(1); {MISSING}", MISSING, *HAS_NO_FILE),
     "path": ("Path('missing/file').read_text()", WAIT, *HAS_NO_FILE),
+    "a fault": (WAIT, "raising(ValueError('ours'))", 1, "1: ValueError: ours", "ValueError: ours"),
     "refused": (WAIT, BAD, 2, "process 1: x: bad", "x: bad"),
     "interrupted": (WAIT, "raising(KeyboardInterrupt())", 130, "process 1: int", "interrupted"),
     "after the other's end": (BAD, "pass", 2, "x: bad", "process 0: x: bad"),
@@ -260,6 +254,7 @@ def test_processes_must_agree(monkeypatch):
     assert line == "rows is absent here and 7 for process 0; start all processes alike"
 
 
+@pytest.mark.slow
 def test_a_run_of_several_processes_compares_settings_models_and_data(
     small_target, tmp_path, monkeypatch
 ):

@@ -95,6 +95,7 @@ def read(path: Path) -> list[dict]:
     return list(map(json.loads, lines(path)))
 
 
+@pytest.mark.slow
 def test_answers_are_the_targets_own(ask, tmp_path, lively, tokenizer, capsys):
     """The ids of every answer are those that a session decodes after the same prompt."""
     flags = ("--target", str(lively), "--max-new-tokens", "6", "--dtype", "float32")

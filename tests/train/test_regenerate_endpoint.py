@@ -14,6 +14,7 @@ import pytest
 from infer.cli.flags.pair import DEMO
 from infer.server_process import Child
 from moa_jax import InputError
+from tests.conftest import slow
 from tests.meeting import free_port
 from tests.train.fake_endpoint import FakeEndpoint, Fault, Handler, served
 from tests.train.test_regenerate import CONVERSATIONS, Scripted, read, write
@@ -117,7 +118,7 @@ def in_turns(name: str) -> tuple[str, ...]:
     return ("--concurrency", "1", *(("--timeout", "1") if name == "silent" else ()))
 
 
-@pytest.mark.parametrize("name", PASSING)
+@pytest.mark.parametrize("name", ["busy", "cut", "starting", slow("silent")])
 def test_a_passing_fault_changes_nothing(ask, fake, local, tmp_path, capsys, name):
     """Every other request fails; each answer is requested until it arrives, and then no more."""
     fault, line = PASSING[name]

@@ -147,6 +147,7 @@ def test_distilled_drafter_decodes(small_target, distilled, tmp_path, num_reused
     assert drafted.token_ids == plain.token_ids
 
 
+@pytest.mark.slow
 def test_resume_is_exact(small_target, distilled, tmp_path, monkeypatch):
     """A run is cut after a checkpoint and resumed: the drafter and the metrics are the same."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -213,7 +214,8 @@ def test_accumulation_averages_the_gradients_of_micro_batches():
     ones_BT = np.ones_like(tokens_BT)
     batch = Batch(tokens_BT, ones_BT, ones_BT.cumsum(1) - 1, ones_BT > 0)
     halves = [Batch(*(x[half] for x in batch)) for half in (slice(2), slice(2, 4))]
-    one, other = (jax.grad(lambda p, b=b: loss(p, 0, b, 0, 0)[0])(params)["w"] for b in halves)
+    gradient = jax.jit(jax.grad(lambda params, batch: loss(params, 0, batch, 0, 0)[0]))
+    one, other = (gradient(params, half)["w"] for half in halves)
     update = jax.jit(make_update(loss, tx, seed=0, total_steps=4, accumulate=2))
     _, found = update(init_state(params, tx), None, batch)
     assert float(found["grad_norm"]) == pytest.approx(np.linalg.norm((one + other) / 2), rel=1e-5)
@@ -237,6 +239,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.slow
 def test_evaluations_multiply_as_updates_do(small_target, tmp_path, monkeypatch):
     """Evaluations use float32, also on hardware with a faster, less exact mode."""
     seen = []

@@ -16,6 +16,7 @@ from moa_jax.config import DraftShape, Eagle3Config, EagleConfig, MoaConfig
 from moa_jax.model import sharding
 from moa_jax.pretrained import describe_target, save_drafter
 from moa_jax.training.distillation import make_train_step
+from tests.conftest import slow
 from tests.model_folders import refusal
 from tests.train.test_training import (
     CONVERSATIONS,
@@ -55,8 +56,8 @@ MOA = dataclasses.replace(demo_drafter.config.drafter, hidden_in_memory=False)
 EAGLE3 = Eagle3Config(1, 24, draft_ids=tuple(range(0, 2048, 4)))  # its head covers some tokens
 
 
-STARTS = [("moa", layout) for layout in ("ours", "authors", "vllm", "speculators")]
-STARTS += [("eagle3", layout) for layout in ("ours", "authors")]
+STARTS = [("moa", "authors"), *(slow("moa", x) for x in ("ours", "vllm", "speculators"))]
+STARTS += [slow("eagle3", layout) for layout in ("ours", "authors")]
 
 
 @pytest.mark.parametrize(("method", "layout"), STARTS)
