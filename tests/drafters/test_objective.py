@@ -95,7 +95,9 @@ def test_long_attention_in_chunks_equals_short(monkeypatch):
     jax.tree.map(lambda a, b: assert_norm_close(a, b, "gradient"), found(), whole)
 
 
-@pytest.mark.parametrize("token", ["cross_entropy", slow("log_acceptance")])
+@pytest.mark.parametrize(
+    "token", ["cross_entropy", slow("total_variation"), slow("log_acceptance")]
+)
 def test_gradients_made_beside_the_logits_are_those_of_a_backward_pass(token):
     """Holds for drafts of unequal weights, and if a program recomputes the forward."""
     shared, batch = stacked_target(), batch_of()
