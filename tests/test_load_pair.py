@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import zipfile
 
 import pytest
 
 from infer import generate
-from infer.cli.flags.pair import DEMO
+from infer.cli.flags import pair
 from moa_jax import load_pair, pairs
-from moa_jax.pairs import PairSource, Wheel
+from moa_jax.pairs import DEMO, PairSource, Wheel
 from tests.gguf_files import write_gguf
 from tests.model_folders import refusal
 
@@ -76,11 +75,11 @@ def test_a_failed_download_is_one_line(toy, monkeypatch):
 # ---- --pair in programs ------------------------------------------------------------------------
 
 
-def test_programs_take_a_pair(toy, monkeypatch, capsys):
+def test_programs_take_a_pair(toy, monkeypatch):
     def target_of(*flags: object) -> str:
-        words = ["--prompt", "Hello", "--max-new-tokens", "4", "--json", "--mode", "chain"]
-        generate.main([*words, *map(str, flags)])
-        return json.loads(capsys.readouterr().out)["settings"]["target"]
+        args = generate._parser().parse_args([*map(str, flags)])
+        pair.load_pair(args)
+        return str(args.target or "bundled")
 
     file = str(pairs.folder_of("toy") / "toy.gguf")
     assert target_of("--pair", "toy") == file

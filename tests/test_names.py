@@ -23,7 +23,7 @@ def trees(*packages: str, name: str = "*.py") -> dict[Path, ast.Module]:
 
 def test_a_package_that_lists_its_files_lists_all_of_them():
     """It may name files of other folders, too."""
-    everywhere = {path.stem for path in trees(*PACKAGES, "tests")}
+    everywhere = {f.stem for each in (*PACKAGES, "tests") for f in (ROOT / each).rglob("*.py")}
     found, lists = [], 0
     for path, tree in trees(*PACKAGES, "tests", name="__init__.py").items():
         listed = set(LISTED.findall(ast.get_docstring(tree) or ""))
@@ -39,7 +39,7 @@ def private_names(tree: ast.Module) -> set[str]:
     fields = [getattr(node, "name", getattr(node, "arg", None)) for node in ast.walk(tree)]
     fields += [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
     apart = lambda name: re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_")
-    return {name for name in fields if isinstance(name, str) and WORDS & set(apart(name))}
+    return {name for name in {*fields} if isinstance(name, str) and WORDS & set(apart(name))}
 
 
 def test_names_are_those_of_the_field():

@@ -133,6 +133,7 @@ def last_token(monkeypatch):
     return names["LastTokenConfig"](24)
 
 
+@pytest.mark.slow
 def test_the_drafter_in_60_lines_drafts(last_token, calm_target):
     drafter = untrained(calm_target, "last-token", last_token)
     assert_drafting_equals_training(calm_target, drafter)

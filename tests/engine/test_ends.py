@@ -106,7 +106,7 @@ def test_closing_lets_answers_end_in_the_time_they_have():
 
 def test_a_device_that_does_not_respond_does_not_keep_an_engine_from_closing(monkeypatch):
     monkeypatch.setattr("moa_jax.engine.engine.STUCK_S", 0.1)
-    engine, is_stuck = engine_of(None, num_slots=1), threading.Event()
+    engine, is_stuck = engine_of(None), threading.Event()
     monkeypatch.setattr(engine._batch, "read", lambda call: is_stuck.wait(WAIT_S))
     engine.start()
     engine.submit(Request((5,), 60, NO_STOP), found := Listener())
@@ -117,20 +117,20 @@ def test_a_device_that_does_not_respond_does_not_keep_an_engine_from_closing(mon
 
 
 def test_a_full_queue_takes_nothing_more(started):
-    engine = engine_of(None, max_waiting=2, num_slots=1)
+    engine = engine_of(None, max_waiting=2)
     request = Request((5,), 3, NO_STOP)
     with pytest.raises(QueueFull):  # requests that belong together are accepted together
-        engine.submit(request, Listener(), others=3)
-    listeners = [Listener() for _ in range(3)]  # one of them does not have to wait
-    for others, listener in zip((2, 1, 0), listeners, strict=True):
+        engine.submit(request, Listener(), others=6)
+    listeners = [Listener() for _ in range(6)]  # four of them do not have to wait
+    for others, listener in zip((5, 4, 3, 2, 1, 0), listeners, strict=True):
         engine.submit(request, listener, others)
     with pytest.raises(QueueFull, match="try again later"):
         engine.submit(request, Listener())
-    assert engine.stats().waiting == 3
+    assert engine.stats().waiting == 6
     started(engine)
     for listener in listeners:
         listener.wait()
-    assert_as_alone([request] * 3, listeners)
+    assert_as_alone([request] * 6, listeners)
     assert engine.stats().waiting == 0
 
 
@@ -149,7 +149,7 @@ def test_a_request_is_taken_without_work_for_the_device():
 
 def test_a_client_may_close_an_engine():
     """A close on the engine's thread does not wait for this thread."""
-    engine, found = engine_of(None, num_slots=2), Listener(lambda: engine.close())
+    engine, found = engine_of(None), Listener(lambda: engine.close())
     engine.start()
     engine.start()
     engine.submit(Request((5,), 190, NO_STOP), found)
@@ -160,7 +160,7 @@ def test_a_client_may_close_an_engine():
 
 
 def test_an_answer_that_takes_too_long_to_drain_is_cut(monkeypatch):
-    engine = engine_of(None, num_slots=1)
+    engine = engine_of(None)
     run = engine.programs.run
     slowly = lambda name, *arrays: (time.sleep(0.1), run(name, *arrays))[1]
     monkeypatch.setattr(engine.programs, "run", slowly)
@@ -177,7 +177,7 @@ def test_an_answer_that_takes_too_long_to_drain_is_cut(monkeypatch):
 @pytest.mark.parametrize(("what", "most"), [("decode", 4), ("prefill", 1), ("copy", 1)])
 def test_a_call_that_fails_before_it_runs_ends_those_in_it_alone(what, most, monkeypatch):
     """A failed decode call ends its decoding requests, a failed chunk ends its own request."""
-    engine = serving("moa-1")
+    engine = serving(None)
     engine._slots.clear()
     failures = engine.stats().failures
     failing(engine, monkeypatch, what, [1 if what == "copy" else 4])
@@ -201,10 +201,11 @@ def test_a_prefix_of_a_prompt_that_failed_is_not_copied(monkeypatch):
     assert_as_alone([requests[i] for i in fine], [found[i] for i in fine])
 
 
+@pytest.mark.parametrize("name", [None, pytest.param("moa-1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", ["decode", "prefill"])
-def test_running_requests_fail_with_the_state_and_waiting_ones_do_not(what, monkeypatch):
+def test_running_requests_fail_with_the_state_and_waiting_ones_do_not(what, name, monkeypatch):
     """A call that fails on the device has consumed the only copy of the state."""
-    engine = serving("moa-1")
+    engine = serving(name)
     run, count = engine.programs.run, iter(range(1000))
 
     def broken(name, state=None, *arrays):
@@ -222,7 +223,7 @@ def test_running_requests_fail_with_the_state_and_waiting_ones_do_not(what, monk
 
 def test_a_full_device_is_one_line_and_the_engine_serves_again(monkeypatch, caplog):
     """If the state cannot be allocated, each request in turn ends with an error."""
-    engine = serving("moa-1")
+    engine = serving(None)
     with monkeypatch.context() as patch:
         error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nwherever")
         failing(engine, patch, "empty", range(99), error)
@@ -238,7 +239,7 @@ def test_a_full_device_is_one_line_and_the_engine_serves_again(monkeypatch, capl
 
 @pytest.mark.parametrize(("what", "tokens"), [("decode", 9), ("prefill", 1)])
 def test_three_failed_steps_in_a_row_show_in_health_until_one_works(what, tokens, monkeypatch):
-    engine, request = serving("moa-1"), Request((5, 6), tokens, NO_STOP)
+    engine, request = serving(None), Request((5, 6), tokens, NO_STOP)
     failing(engine, monkeypatch, what, times := [])
     healthy = []
     for fails in (True, True, False, True, True, True, False):
@@ -250,7 +251,7 @@ def test_three_failed_steps_in_a_row_show_in_health_until_one_works(what, tokens
 
 
 def test_an_engine_without_its_thread_is_not_healthy(monkeypatch):
-    engine = serving("moa-1")
+    engine = serving(None)
     assert engine.healthy
     for thread in (None, threading.Thread()):  # one that does not run
         monkeypatch.setattr(engine, "_thread", thread)
@@ -273,7 +274,7 @@ def test_requests_that_a_stuck_engine_has_not_taken_get_an_error():
 @pytest.mark.parametrize("end", ["error", "cancelled"])
 def test_a_call_in_flight_adds_no_tokens_to_a_request_that_has_ended(end, monkeypatch, started):
     """Commands of other threads come while the engine's thread waits for the device."""
-    engine = engine_of(None, num_slots=1)
+    engine = engine_of(None)
     read, found = engine._batch.read, Listener()
 
     def ended(call):

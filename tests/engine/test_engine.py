@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from infer.cli.flags.auto import ways_of
@@ -23,7 +20,7 @@ from moa_jax.engine.requests import RequestOutput, RequestState
 from moa_jax.speculation.calibrate import TURNS
 from moa_jax.speculation.controller import NO_DRAFT, ROUNDS, ShapeChoice
 from moa_jax.speculation.cost_table import CostTable
-from tests.decode.test_chunks import KINDS, drafter, target
+from tests.decode.test_chunks import drafter, target
 from tests.engine.engines import (
     CHAIN,
     LAWS,
@@ -43,25 +40,17 @@ from tests.engine.engines import (
 from tests.meeting import wait_for
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        (None, CHAIN),
-        pytest.param("moa-1", TREE, marks=pytest.mark.slow),
-        pytest.param("eagle3", TREE, marks=pytest.mark.slow),
-        pytest.param("lookup", CHAIN, marks=pytest.mark.slow),
-    ],
-)
-def test_texts_are_those_of_plain_decoding_alone(name, shape):
+def test_texts_are_those_of_plain_decoding_alone():
     """Twenty requests with all settings share four slots."""
     requests = mixed(20, 1)
-    assert_as_alone(requests, answers(serving(name, shape), requests))
+    assert_as_alone(requests, answers(serving(None), requests))
 
 
 def grown(before: EngineStats, now: EngineStats, name: str) -> int:
     return getattr(now, name) - getattr(before, name)
 
 
+@pytest.mark.slow
 def test_counters_have_the_figures_of_sessions():
     """Compares rounds, tokens, and acceptance by position."""
     engine = serving("moa-1")
@@ -251,7 +240,7 @@ def test_few_programs_serve_the_default_flags():
 
 def test_no_request_waits_for_a_compile(monkeypatch):
     """The first programs serve all kinds of requests, and the engine's thread compiles nothing."""
-    engine = serving("moa-1")
+    engine = serving("lookup")
     before = len(engine.programs.ready)
     own = {"stop_ids": NO_STOP, "top_logprobs": 2}
     requests = [Request((5, 9), 20, NO_STOP, law) for law in LAWS]
@@ -276,6 +265,7 @@ def compiled(engine: Engine) -> list[tuple]:
     return made
 
 
+@pytest.mark.slow
 def test_programs_of_a_request_are_compiled_beside_it_and_the_rest_when_idle(started):
     engine = engine_of(None, num_slots=2, chunk=16)
     made = compiled(engine)
@@ -296,7 +286,7 @@ def test_programs_of_a_request_are_compiled_beside_it_and_the_rest_when_idle(sta
 
 def test_a_program_without_a_cost_leaves_plain_decoding_in_the_choice(caplog):
     """Without a cost of plain decoding, nothing is chosen; a larger program is logged once."""
-    engine = engine_of("lookup", CHAIN, ways=(LONG,), costs=CostTable(), num_slots=4)
+    engine = measuring(num_slots=4)
     pacing, programs = engine._pacing, engine.programs
     programs.ready = {("decode", 4, shape, SAMPLED): None for shape in (NO_DRAFT, CHAIN)}
     states = [RequestState(id, Request((5,), 9, ()), print, None, GREEDY) for id in range(2)]
@@ -318,12 +308,11 @@ def test_a_program_without_a_cost_leaves_plain_decoding_in_the_choice(caplog):
 
 def test_drafted_calls_are_as_long_as_plain_ones_and_catching_up_has_a_price(monkeypatch):
     """The drafter's pass takes a fixed time and a time per token, of plain rounds and prompts."""
-    engine, seen = engine_of("lookup", CHAIN, ways=(LONG,), costs=CostTable(), num_slots=4), []
+    engine, seen = measuring(num_slots=4), []
     pacing, programs = engine._pacing, engine.programs
     programs.ready = {("decode", 4, shape, SAMPLED): None for shape in (NO_DRAFT, CHAIN)}
     for shape, ms in ((NO_DRAFT, 1.0), (CHAIN, 1.9)):
         pacing.costs.put(4, shape, 1, ms)
-    pacing._seconds.clear()
     (least, most), middle = pacing.lengths(), sum(pacing.lengths()) // 2
     for length, seconds in [(least, 2e-3), (most, 4e-3)] * (1 + TURNS):
         pacing.record_dummy_run(ProgramName("catch_up", 32), length, seconds)
@@ -338,12 +327,13 @@ def test_drafted_calls_are_as_long_as_plain_ones_and_catching_up_has_a_price(mon
 
 def measuring(**settings) -> Engine:
     """Returns an engine that compiles only on demand."""
-    settings |= {"ways": (LONG,), "costs": CostTable(), "max_tokens": 200, "chunk": 32}
-    engine = Engine(target(), drafter("lookup"), CHAIN, num_slots=2, **settings)
+    own = {"ways": (LONG,), "costs": CostTable(), "max_tokens": 200, "chunk": 32, "num_slots": 2}
+    engine = Engine(target(), drafter("lookup"), CHAIN, **(own | settings))
     engine.programs.later = lambda: []
     return engine
 
 
+@pytest.mark.slow
 def test_a_closed_loop_of_one_client_measures_a_new_program(started):
     saved = []
     engine = measuring(on_calibrated=lambda costs: saved.append(len(costs.entries())))
@@ -368,6 +358,7 @@ def test_a_closed_loop_of_one_client_measures_a_new_program(started):
     assert_as_alone([request] * len(asked), asked)
 
 
+@pytest.mark.slow
 def test_a_dummy_run_that_fails_is_not_tried_again(monkeypatch, started):
     engine, tried = started(measuring()), []
 
@@ -385,7 +376,7 @@ def test_a_dummy_run_that_fails_is_not_tried_again(monkeypatch, started):
 
 def test_only_calls_that_ran_alone_correct_costs():
     """Calls beside a prompt, a catch-up, a compile, or with log-probabilities correct no cost."""
-    engine = engine_of("lookup", CHAIN, ways=(LONG,), costs=CostTable())
+    engine = measuring()
     pacing = engine._pacing
     for length in pacing.lengths():
         pacing.costs.put(1, NO_DRAFT, length, 1.0)
@@ -403,13 +394,10 @@ def test_only_calls_that_ran_alone_correct_costs():
 # ---- prompts that begin alike -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("moa-1", "lookup") else pytest.param(name, marks=pytest.mark.slow)
-        for name in KINDS
-    ],
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("moa-1", "eagle3", "independent")]
+
+
+@pytest.mark.parametrize("name", ["lookup", *SLOW])
 def test_prompts_that_begin_alike_reuse_the_cached_prefix(name, monkeypatch):
     """Chats that continue, and prompts with a common prefix, have the same texts and drafts."""
     beginning = tuple((5 + 3 * i * i) % 61 for i in range(40))
@@ -437,29 +425,3 @@ def test_prompts_that_begin_alike_reuse_the_cached_prefix(name, monkeypatch):
         else:
             assert new("prefix_lookup_tokens") == new("prefix_tokens") == 0
     assert drafted[0] == drafted[1]
-
-
-# ---- load ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_nothing_is_lost_under_load(started):
-    """200 requests are submitted at once, and a quarter of them is cancelled at some time."""
-    engine = started(engine_of("moa-1", CHAIN, ways=(TREE, LONG), costs=CostTable(), num_slots=8))
-    requests, listeners = mixed(200, 7, longest=120), [Listener() for _ in range(200)]
-    random = np.random.default_rng(0)
-    for index, (request, listener) in enumerate(zip(requests, listeners, strict=True)):
-        id = engine.submit(request, listener)
-        if index % 4 == 0:
-            threading.Timer(random.uniform(0, 2.0), engine.cancel, (id,)).start()
-    ends = Counter(listener.wait().finish_reason for listener in listeners)
-    assert set(ends) <= {"stop", "length", "cancelled"} and ends["cancelled"] <= 50
-    for request, listener in zip(requests, listeners, strict=True):
-        listener.assert_one_end()
-        wanted, said = alone(request), (listener.token_ids, listener.all[-1].finish_reason)
-        if said[1] == "cancelled":
-            wanted = wanted[0][: len(said[0])], "cancelled"
-        assert said == wanted
-    stats = engine.stats()
-    assert (stats.running, stats.waiting, stats.failures) == (0, 0, 0)
-    assert stats.finished == dict(ends)

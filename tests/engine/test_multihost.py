@@ -22,7 +22,8 @@ from tests.engine.engines import CHAIN, answers, assert_as_alone, mixed
 SETTINGS = dict(num_slots=2, max_tokens=140, chunk=32, prefix_bytes=1 << 20)
 
 
-@pytest.mark.parametrize("name", [None, pytest.param("moa-1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, "moa-1"])
 def test_another_process_runs_what_the_first_one_runs(name):
     """The follower is a thread with its own program cache; it repeats the run of each program."""
     pair, ends = (target(), drafter(name), CHAIN) if name else (target(),), []
@@ -32,7 +33,7 @@ def test_another_process_runs_what_the_first_one_runs(name):
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(run_follower, other, theirs)
         engine = Engine(*pair, followers=followers, **SETTINGS)
-        own = noting(engine.programs)
+        own, engine.programs.later = noting(engine.programs), lambda: []
         engine.start()
         requests = mixed(8, 1, longest=60)
         requests += [Request((*range(20), index), 9, ()) for index in range(3)]  # with a copy

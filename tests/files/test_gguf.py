@@ -105,6 +105,7 @@ def test_k_quants_are_read(tmp_path, monkeypatch, kind):
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_programs_take_a_gguf(demo, tmp_path, capsys):
     flags = ["--prompt", "Hello", "--max-new-tokens", "12", "--json", "--mode", "chain"]
     generate.main(flags)

@@ -199,8 +199,9 @@ print(max(seen) - before, 4 * sum(int(np.prod(shape)) for shape in shapes.values
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("layers", ["list", pytest.param("stacked", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", ["list", "stacked"])
 def test_the_host_never_holds_a_model_twice(tmp_path, layers):
     command = [sys.executable, "-c", PEAK, str(tmp_path / "target"), layers]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)

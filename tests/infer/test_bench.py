@@ -140,6 +140,7 @@ def decoded(shape: DraftShape, probability: float, rows: int = 8) -> list[int]:
     return [int(length) for lengths_R, count in pairs for length in lengths_R[: count - 1]]
 
 
+@pytest.mark.slow
 def test_simulated_chains_have_the_tau_of_their_probability():
     p, lengths = 0.6, decoded(DraftShape(4), 0.6)
     assert np.mean(lengths) == pytest.approx(1 + p + p**2 + p**3, abs=0.15)
@@ -227,9 +228,6 @@ def test_commands_of_the_gpu_script_parse():
         args = parser_of(None).parse_args(shlex.split(string.Template(command).substitute(values)))
         check(args)
         assert args.json
-
-
-# ---- quantized weights --------------------------------------------------------------------
 
 
 # ---- refusals and peers -------------------------------------------------------------------

@@ -57,6 +57,7 @@ def against(folder: Path, *flags: object, target: str = "target") -> list[object
     return ["--target", folder / target, *reference, "--max-new-tokens", "6", *flags]
 
 
+@pytest.mark.slow
 def test_a_target_equals_transformers_and_its_golden_file(ask, folder, tmp_path):
     """The target is then compared with the golden file of transformers."""
     path = tmp_path / "golden.jsonl"
@@ -102,6 +103,7 @@ def test_one_changed_row_fails_the_prompt_that_reads_it(ask, folder, lines):
     assert ask(*against(folder, *loose.split(), target="changed"))[0] == 0
 
 
+@pytest.mark.slow
 def test_drafted_text_that_differs_fails_in_float32_alone(ask, folder, monkeypatch):
     monkeypatch.setattr(check, "compare", lambda *_: Difference(3, 5, 6, 0.01))
     code, out, _ = ask(*against(folder, "--json"))

@@ -48,6 +48,7 @@ def entries(folder: Path) -> set[Path]:
     return set(folder.rglob("*-cache"))
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing(tmp_path):
     cold = start(2, XDG_CACHE_HOME=str(tmp_path))
     there = entries(tmp_path)

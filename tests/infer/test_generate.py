@@ -68,6 +68,7 @@ def test_json_has_penalties_and_log_probabilities(ask, folders):
     assert document["settings"]["presence_penalty"] == -0.5
 
 
+@pytest.mark.slow
 def test_text_streams_and_compares(ask, monkeypatch):
     monkeypatch.setattr("infer.bench.compare.SECONDS", 0.0)
     flags = ["--max-new-tokens", "8", "--mode", "chain", "--compare"]

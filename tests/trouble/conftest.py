@@ -16,19 +16,24 @@ import pytest
 from infer.info import ROOT
 from tests.conftest import Done
 from tests.meeting import wait_for
+from tests.model_folders import save_random_pair
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory) -> Path:
+    """A random pair of two layers, in the folder `llama`; programs compile layer by layer."""
+    root = tmp_path_factory.mktemp("pairs")
+    save_random_pair(root / "llama", "llama", seed=0, num_hidden_layers=2)
+    return root
 
 
 @pytest.fixture
 def start() -> Callable[..., Done]:
     """Runs a program in a separate process: slower, with separate streams and variables."""
 
-    def start(
-        name: str, *arguments: object, stdin: bytes = b"", cwd: Path = ROOT, **variables: str
-    ) -> Done:
+    def start(name: str, *arguments: object, cwd: Path = ROOT, **variables: str) -> Done:
         command = [sys.executable, "-m", name, *map(str, arguments)]
-        done = subprocess.run(
-            command, input=stdin, cwd=cwd, env=os.environ | variables, capture_output=True
-        )
+        done = subprocess.run(command, cwd=cwd, env=os.environ | variables, capture_output=True)
         out, err = (each.decode(errors="backslashreplace") for each in (done.stdout, done.stderr))
         return Done(done.returncode, out, err)
 

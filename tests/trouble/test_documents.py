@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 from infer.info import ROOT
-from moa_jax import Session
+from moa_jax import Result, Session
+
+
+@pytest.fixture(autouse=True)
+def without_a_model(monkeypatch):
+    """Answers count from the first token of the prompt."""
+
+    def generate(self, prompts, most, *rest):
+        rest = ([1] * (most - 1), 0.1, 0.1, [0] * (most - 1))
+        return [Result(ids, [*range(ids[0], ids[0] + most)], "length", *rest) for ids in prompts]
+
+    monkeypatch.setattr(Session, "generate", generate)
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def test_numbers_that_are_not_finite_are_named(run, pair, model, name, change, m
 
 
 def test_nan_after_some_tokens_is_named(run, pair):
-    flags = (*models(pair), *PROMPT, "--mode", "chain", "--json")
+    flags = (*models(pair), *PROMPT, "--mode", "chain", "--depth", "2", "--json")
     (healthy,) = json.loads(run("infer.generate", *flags).out)["results"]
     answer = healthy["token_ids"]
     place = next(i for i in range(1, 6) if answer[i] not in (5, 6, 7, *answer[:i]))
@@ -100,7 +100,8 @@ def strict(text: str) -> dict:
 
 def test_documents_hold_no_words_that_json_lacks(run, pair):
     flags = ("--prompt-ids", "5", "--max-new-tokens", "1", "--json", "--logprobs", "2")
-    document = strict(run("infer.generate", *models(pair), *flags, "--logit-bias", "9:-inf").out)
+    flags += ("--mode", "plain", "--logit-bias", "9:-inf")
+    document = strict(run("infer.generate", *models(pair), *flags).out)
     assert document["results"][0]["tau"] is None
     assert document["settings"]["logit_bias"] == [[9, None]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -10,28 +11,43 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 
 from infer.info import ROOT
 from tests.conftest import Done
+from tests.trouble.test_tokenizers import VOCAB, write_tokenizer
 
-PLAIN = ("--mode", "plain", "--max-new-tokens", "3", "--prompt", "Hello")
-BYTE = 133  # the bundled tokenizer's token of the byte C3, which alone is no letter
-
-
-def shell(command: str) -> Done:
-    """Runs a line of bash; PY is the Python of the tests."""
-    env = os.environ | {"PY": sys.executable}
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True)
-    return Done(done.returncode, *(each.decode() for each in (done.stdout, done.stderr)))
+PLAIN = ("--mode", "plain", "--max-new-tokens", "3")
 
 
-def test_letters_that_stdout_lacks_are_escaped(start):
-    bias = f"{BYTE}:100"
-    done = start("infer.generate", *PLAIN, "--logit-bias", bias, PYTHONIOENCODING="ascii")
-    assert done.code == 0 and done.out == "\\ufffd" * 3 + "\n", done
+@pytest.fixture
+def run_into(run, monkeypatch):
+    """Runs a program in this process whose standard output is a file with an encoding."""
+
+    def run_into(path: Path, encoding: str, *command: object) -> Done:
+        with path.open("w", encoding=encoding) as file, monkeypatch.context() as patch:
+            for name in ("stdout", "__stdout__"):
+                patch.setattr(sys, name, file)
+            done = run(*command)
+            sys.stdout.flush()  # the program has opened the null device in place of a full one
+        return done
+
+    return run_into
+
+
+def test_letters_that_stdout_lacks_are_escaped(run_into, pair, tmp_path):
+    write_tokenizer(pair / "target", ["w0", *(f"é{index}" for index in range(1, VOCAB))])
+    flags = ("--target", pair / "target", "--prompt-ids", "5,17,3", *PLAIN)
+    done = run_into(tmp_path / "out", "ascii", "infer.generate", *flags)
+    assert done.code == 0 and "\\xe9" in (tmp_path / "out").read_text("ascii"), done
+
+
+def test_a_full_stdout_is_one_line(run_into):
+    done = run_into(Path("/dev/full"), "utf-8", "infer.generate", "--help")
+    assert "stdout: No space left on device" in done.refusal() and done.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("flag", ("--prompt", "--stop"))
@@ -40,18 +56,17 @@ def test_a_text_flag_that_is_not_utf8_is_refused(run, flag):
     assert f"{flag}: 'caf\\udce9' is not valid UTF-8" in line
 
 
-def test_stdin_that_is_not_utf8_is_refused(start):
-    variables = {"PYTHONIOENCODING": "utf-8:strict"}
-    line = start("infer.generate", stdin=b"caf\xe9", **variables).refusal()
+def test_stdin_that_is_not_utf8_is_refused(run, pair, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"))
+    line = run("infer.generate", "--target", pair / "target").refusal()
     assert "not valid utf-8: 'caf\\udce9'" in line
 
 
+@pytest.mark.slow
 def test_streams_that_are_closed_or_full_do_not_end_work():
-    done = shell(f"$PY -m infer.generate {' '.join(PLAIN)} <&- >&- 2>/dev/full")
-    assert done == (0, "", "")
-    done = shell("$PY -m infer.generate --help >/dev/full")
-    assert "stdout: No space left on device" in done.refusal()
-    assert done.err.count("\n") == 1
+    command = f"{sys.executable} -m infer.generate {' '.join(PLAIN)} --prompt Hello"
+    command = ["bash", "-c", f"{command} <&- >&- 2>/dev/full"]
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
 
 
 @pytest.mark.slow

@@ -243,8 +243,9 @@ def test_a_picture_stays_with_its_link_and_mode(run, tmp_path, monkeypatch):
     assert [path.name for path in picture.parent.iterdir()] == ["curves.png"]
 
 
-def test_a_file_that_is_not_ours_is_kept(run, pair, tmp_path):
+def test_a_file_that_is_not_ours_is_kept(run, pair, tmp_path, monkeypatch):
     """Files are partial answers, a report, the prompts of --write-golden, and a --ready-file."""
+    monkeypatch.setattr("train.regenerate.Engine.start", lambda engine: None)  # it would compile
     prompts, notes = tmp_path / "prompts.jsonl", tmp_path / "notes.md"
     partial, report = tmp_path / "answers.jsonl.partial", tmp_path / "report.md"
     prompts.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
