@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from infer.cli.flags.auto import ways_of
@@ -425,3 +428,29 @@ def test_prompts_that_begin_alike_reuse_the_cached_prefix(name, monkeypatch):
         else:
             assert new("prefix_lookup_tokens") == new("prefix_tokens") == 0
     assert drafted[0] == drafted[1]
+
+
+# ---- load ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_under_load(started):
+    """80 requests are submitted at once, and a quarter of them is cancelled at some time."""
+    engine = started(engine_of("moa-1", CHAIN, ways=(TREE, LONG), costs=CostTable(), num_slots=8))
+    requests, listeners = mixed(80, 7, longest=120), [Listener() for _ in range(80)]
+    random = np.random.default_rng(0)
+    for index, (request, listener) in enumerate(zip(requests, listeners, strict=True)):
+        id = engine.submit(request, listener)
+        if index % 4 == 0:
+            threading.Timer(random.uniform(0, 2.0), engine.cancel, (id,)).start()
+    ends = Counter(listener.wait().finish_reason for listener in listeners)
+    assert set(ends) <= {"stop", "length", "cancelled"} and ends["cancelled"] <= 20
+    for request, listener in zip(requests, listeners, strict=True):
+        listener.assert_one_end()
+        wanted, said = alone(request), (listener.token_ids, listener.all[-1].finish_reason)
+        if said[1] == "cancelled":
+            wanted = wanted[0][: len(said[0])], "cancelled"
+        assert said == wanted
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.failures) == (0, 0, 0)
+    assert stats.finished == dict(ends)

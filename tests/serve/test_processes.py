@@ -178,18 +178,33 @@ def test_without_process_0_the_others_end(tmp_path):
 
 
 @pytest.mark.slow
+def test_two_processes_of_four_devices_decode_as_one(tmp_path):
+    """Feed-forwards and vocabularies are split across processes; process 0 alone prints."""
+    lines = [{"prompt": text} for text in ("I need a hotel.", "Hello!", "A table for two, please.")]
+    flags = ["--batch", "2", "--max-new-tokens", "6", "--temperature", "0.7", "--seed", "5"]
+    assert_four_devices_each_write_as_one(tmp_path, lines, *flags, "--depth", "3", mesh="tensor=8")
+
+
+@pytest.mark.slow
 def test_rows_and_heads_are_cut_across_processes(pair):
-    """Each process decodes two of four rows; its drafter reads all tokens; process 0 prints."""
+    """Each process decodes two of four rows; its drafter reads all tokens."""
     for path in (DEMO / "target").glob("*token*"):
         shutil.copy(path, pair / "target")
     lines = [{"prompt_ids": [1, *ids]} for ids in ([5, 6, 7, 5, 6], [9], [3, 4, 3], [8, 2, 8])]
-    prompts = pair / "prompts.jsonl"
+    flags = ["--target", str(pair / "target"), "--draft", "lookup", "--batch", "4"]
+    flags += ["--max-new-tokens", "8", "--temperature", "1", "--seed", "3"]
+    assert_four_devices_each_write_as_one(pair, lines, *flags, mesh="data=2,tensor=4")
+
+
+def assert_four_devices_each_write_as_one(
+    folder: Path, lines: list[dict], *flags: str, mesh: str
+) -> None:
+    """Asserts that two processes write what one device writes."""
+    prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = ["infer.generate", "--prompts", str(prompts), "--json", "--draft", "lookup"]
-    command += ["--target", str(pair / "target"), "--batch", "4", "--max-new-tokens", "8"]
-    command += ["--temperature", "1", "--seed", "3"]
+    command = ["infer.generate", "--prompts", str(prompts), "--json", *flags]
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    told = together(command, command, "--mesh", "data=2,tensor=4", env=env)
+    told = together(command, command, "--mesh", mesh, env=env)
     assert [process.returncode for process, _, _ in told] == [0, 0], told
     two, nothing = (out for _, out, _ in told)
     assert nothing == ""
