@@ -8,7 +8,11 @@ import shlex
 import signal
 import stat
 import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,14 +22,23 @@ from infer.cli.flags import cluster
 from infer.info import ROOT
 from moa_jax.config import DistillConfig
 from tests.meeting import wait_for
+from train import regenerate
 from train.run.settings import config_parser, load_config
 
 CONFIGS = ROOT / "configs"
 SERVING = ("serve_slurm.sbatch", "serve_lws_tpu.yaml")
 SLURM = ("slurm_gpu.sbatch", "slurm_generic.sbatch")
-JOBSET = yaml.safe_load((CONFIGS / "jobset_tpu_v5e_4x4.yaml").read_text(encoding="utf-8"))
+KUBERNETES = {
+    f"{path.stem}-{part['kind']}": part
+    for path in sorted(CONFIGS.glob("*.yaml"))
+    for part in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+}
+JOBSET = KUBERNETES["jobset_tpu_v5e_4x4-JobSet"]
 SLICE = JOBSET["spec"]["replicatedJobs"][0]["template"]["spec"]
-CONTAINER = SLICE["template"]["spec"]["containers"][0]
+SHARDS = KUBERNETES["regenerate_tpu_v5e-Job"]["spec"]
+GROUP = KUBERNETES["serve_lws_tpu-LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+PODS = [job["template"]["spec"] for job in (SLICE, SHARDS)] + [GROUP["workerTemplate"]["spec"]]
+CONTAINER = PODS[0]["containers"][0]
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 STOPPED, BAD_INPUT, UNFINISHED = 0, 2, 75
 
@@ -59,6 +72,69 @@ def test_every_flag_of_a_server_exists(name):
     assert flags & {"--distributed", "--coordinator"}
 
 
+def test_every_flag_of_a_shard_exists():
+    script = (CONFIGS / "regenerate_shard.sh").read_text(encoding="utf-8")
+    flags = set(re.findall(r"(?<!\S)(--[a-z][\w-]*)", script.partition("set -euo")[2]))
+    assert {"--shard", "--target", "--limit"} <= flags
+    assert flags | {"--mesh"} <= set(regenerate._parser()._option_string_actions)
+
+
+SCHEMA = tomllib.loads((ROOT / "tests/train/kubernetes.toml").read_text(encoding="utf-8"))
+PLAIN = {"": str, "int": int, "bool": bool}
+
+
+def faults(value: Any, kind: str, at: str = "") -> Iterator[str]:
+    """Yields a line for each part of `value` that differs from `kind` of kubernetes.toml."""
+    fields = {}
+    if kind in ("map", "quantities"):
+        right = type(value) is dict and all(
+            type(part) is str or kind == "quantities" and type(part) is int
+            for part in value.values()
+        )
+    elif kind.endswith("[]"):
+        if right := type(value) is list:
+            for part in value:
+                yield from faults(part, kind[:-2], f"{at}[]")
+    elif kind in SCHEMA:
+        words = [word.partition(":") for word in SCHEMA[kind].split()]
+        fields = {name.rstrip("!"): of for name, _, of in words}
+        required = {name[:-1] for name, *_ in words if name.endswith("!")}
+        if right := type(value) is dict and required <= value.keys() <= fields.keys():
+            for name, part in value.items():
+                yield from faults(part, fields[name], f"{at}.{name}")
+    else:
+        right = type(value) is PLAIN[kind] if kind in PLAIN else value in kind.split("|")
+    if not right:
+        yield f"{at} is not a {kind}: {value}"
+
+
+@pytest.mark.parametrize("name", KUBERNETES)
+def test_objects_have_fields_of_their_schemas(name):
+    assert list(faults(KUBERNETES[name], KUBERNETES[name]["kind"])) == []
+
+
+def test_a_wrong_field_is_a_fault():
+    wrong = [SLICE | {"backofLimit": 0}, SLICE | {"completions": "4"}, {"completions": 4}]
+    wrong.append(SLICE | {"completionMode": "indexed"})
+    assert all(list(faults(spec, "JobSpec")) for spec in wrong)
+
+
+@pytest.mark.parametrize("pod", PODS, ids=["train", "regenerate", "serve"])
+def test_pods_request_what_they_use(pod):
+    (container,) = pod["containers"]
+    assert {"cpu", "memory", "google.com/tpu"} <= container["resources"]["requests"].keys()
+    assert {"containerPort": 8431} in container["ports"]
+    given = {part["kind"]: part["metadata"]["name"] for part in KUBERNETES.values()}
+    assert pod["serviceAccountName"] == given["ServiceAccount"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == given["PersistentVolumeClaim"]
+    keys = [variable.get("valueFrom", {}).get("secretKeyRef") for variable in container["env"]]
+    assert [key["name"] for key in keys if key] == [given["Secret"]]
+    for variable in container["env"]:
+        if variable["name"] == CACHE:
+            assert variable["value"].startswith("/runs/")
+
+
 # ---- serving ------------------------------------------------------------------------------
 
 SERVING_ENDS = [
@@ -81,6 +157,7 @@ exit $code
 def test_slurm_starts_a_server_again_after_a_death_alone(ends, times, code, tmp_path):
     tools = tmp_path / "bin"
     tools.mkdir()
+    (tmp_path / "configs").symlink_to(CONFIGS)
     (tmp_path / "ends").write_text("".join(f"{end}\n" for end in ends))
     executable(tools / "srun", SRUN)
     executable(tools / "sleep", "true")
@@ -122,13 +199,16 @@ def environment(folder: Path, wish: str) -> dict[str, str]:
     tools = folder / "bin"
     tools.mkdir()
     executable(tools / "python", TRAINER)
-    executable(tools / "srun", 'while [ "${1:0:2}" = -- ]; do shift; done; exec "$@"')
+    srun = 'echo "$SRUN_CPUS_PER_TASK $*" > "$RUN.srun"; '
+    executable(tools / "srun", srun + 'while [ "${1:0:2}" = -- ]; do shift; done; exec "$@"')
     executable(tools / "scontrol", 'echo "$@" > "$RUN.scontrol"')
     run = folder / "run"
     (run / "checkpoints" / "20").mkdir(parents=True)
     ours = {key: value for key, value in os.environ.items() if key != CACHE}
     ours |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": "python", "RUN": str(run)}
     ours |= {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7"}
+    ours |= {"SLURM_CPUS_PER_TASK": "8", "IMAGE": "moa.sqsh", "HF_HOME": f"{folder}/hub"}
+    ours |= {"ANSWERS": f"{folder}/answers"}
     return ours | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "WISH": wish}
 
 
@@ -151,6 +231,11 @@ def test_slurm_starts_again_while_a_run_makes_progress(tmp_path, name, wish, cod
     seen = (tmp_path / "run.seen").read_text(encoding="utf-8")
     assert seen.startswith("-m train.distill") and seen.endswith("--optim.total_steps 9 9\n")
     assert f"--run.directory {tmp_path}/run --output {tmp_path}/run/final" in seen
+    answers = f"{tmp_path}/answers"
+    assert f"--data.train {answers}/train --data.validation {answers}/validation " in seen
+    started = (tmp_path / "run.srun").read_text(encoding="utf-8")
+    assert started.startswith("8 ") and "--container-image=moa.sqsh" in started
+    assert f"--container-mounts={ROOT}:{ROOT},{tmp_path}/hub:{tmp_path}/hub " in started
     if name == "slurm_generic.sbatch":
         assert re.search(r"--processes 2 --process 1 --coordinator \S+:20007 ", seen)
     else:
@@ -182,3 +267,57 @@ def test_a_pod_passes_on_that_it_must_go(tmp_path):
     running.send_signal(signal.SIGTERM)
     assert running.wait(timeout=30) == UNFINISHED
     assert (tmp_path / "run" / "checkpoints" / "40").is_dir()  # it had time to save
+
+
+# ---- shards and the image -----------------------------------------------------------------
+
+SHARD_COMMANDS = {
+    "slurm": (["bash", CONFIGS / "slurm_regenerate.sbatch"], {"SLURM_ARRAY_TASK_ID": "3"}),
+    "pod": (
+        [*PODS[1]["containers"][0]["command"], *PODS[1]["containers"][0]["args"]],
+        {"JOB_COMPLETION_INDEX": "3", "SHARDS": str(SHARDS["completions"])},
+    ),
+}
+
+
+@pytest.mark.parametrize("launcher", SHARD_COMMANDS)
+def test_a_shard_answers_what_is_left(tmp_path, launcher):
+    command, variables = SHARD_COMMANDS[launcher]
+    env = environment(tmp_path, "nothing") | variables | {"TARGET": "target"}
+    executable(tmp_path / "bin" / "python", 'echo "$@" >> "$RUN.seen"; exit "$WISH"')
+    run = lambda wish: subprocess.run(command, env=env | {"WISH": wish}, cwd=ROOT).returncode
+    assert [run("2"), run("0")] == [2, 0]
+    first, again, train = (tmp_path / "run.seen").read_text(encoding="utf-8").splitlines()
+    assert first == again and "/test_sft " in first and "--limit 512" in first
+    assert f"/train_sft --output {tmp_path}/answers/train/all.jsonl --shard 3/8 " in train
+    for folder in ("train", "validation"):
+        (tmp_path / "answers" / folder).mkdir(parents=True)
+        (tmp_path / "answers" / folder / "all-00003-of-00008.jsonl").touch()
+    assert run("1") == 0  # finished
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accelerator", ["tpu", "cuda13"])
+def test_the_images_steps_run_in_an_empty_folder(tmp_path, accelerator):
+    """Runs COPY and RUN; pip only plans, since the image's packages are gigabytes."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    image = tmp_path / "image"
+    image.mkdir()
+    for *sources, to in map(str.split, re.findall(r"^COPY (.*)$", text, re.MULTILINE)):
+        for source in sources:
+            assert f"!{source}" in ignored
+            (image / to).parent.mkdir(parents=True, exist_ok=True)
+            skip = ["--exclude=__pycache__", "--exclude=*.egg-info"]
+            packed = subprocess.run(["tar", "-c", *skip, source], cwd=ROOT, capture_output=True)
+            subprocess.run(["tar", "-x"], cwd=image, input=packed.stdout, check=True)
+    (step,) = re.findall(r"^RUN pip install (.*)$", text, re.MULTILINE)
+    plan = f"{sys.executable} -m pip install --dry-run --no-deps --no-build-isolation {step}"
+    env = os.environ | {"ACCELERATOR": accelerator}
+    built = subprocess.run(["bash", "-ec", plan], env=env, cwd=image, capture_output=True)
+    assert built.returncode == 0 and b"does not provide the extra" not in built.stderr, built.stderr
+    code = "import configs.tiny, infer.serve, train.distill, moa_jax, os; print(moa_jax.__file__)"
+    config = "from configs.tiny import config; print(*config.data.train, config.target)"
+    command = [sys.executable, "-c", f"{code}; {config}"]
+    told = subprocess.run(command, cwd=image, capture_output=True, text=True, check=True).stdout
+    assert all(Path(path).exists() and Path(path).is_relative_to(image) for path in told.split())
