@@ -308,8 +308,8 @@ def test_the_images_steps_run_in_an_empty_folder(tmp_path):
     project = tomllib.loads((tmp_path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = re.findall(r"\.\[(.*)\]", words)[0].split(",")
     assert {*extras, "cuda13"} <= project["optional-dependencies"].keys()
-    pip = [sys.executable, "-m", "pip", *shlex.split(words)]
-    subprocess.run([*pip, "--dry-run", "--no-deps", "--no-build-isolation"], cwd=tmp_path, check=True)
+    pip = [sys.executable, "-m", "pip", *shlex.split(words), "--dry-run", "--no-deps"]
+    subprocess.run([*pip, "--no-build-isolation"], cwd=tmp_path, check=True)
     code = "import infer.serve, moa_jax, train.distill; from configs.tiny import config as c; "
     code += "print(infer.__file__, moa_jax.__file__, train.__file__, c.target, *c.data.train)"
     command = [sys.executable, "-c", code]
