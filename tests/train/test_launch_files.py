@@ -63,6 +63,12 @@ def test_every_flag_exists(name):
         load_config("configs/moa_llama3_8b.py", DistillConfig, [f"--{flag}", "x"])
 
 
+def test_every_flag_of_a_shard_exists():
+    command = (CONFIGS / "regenerate_shard.sh").read_text(encoding="utf-8").partition("set -eu")[2]
+    flags = {*re.findall(r"(?<!\S)(--[a-z][\w-]*)", command + str(SHARDS))}
+    assert {"--shard", "--mesh"} <= flags <= set(regenerate._parser()._option_string_actions)
+
+
 @pytest.mark.parametrize("name", SERVING)
 def test_every_flag_of_a_server_exists(name):
     command = COMMANDS[name].partition("-m infer.serve")[2].partition("\n\n")[0]
@@ -70,13 +76,6 @@ def test_every_flag_of_a_server_exists(name):
     assert flags <= set(serve._parser()._option_string_actions)
     assert {"--mesh", "--target", "--draft", "--api-key-file"} <= flags
     assert flags & {"--distributed", "--coordinator"}
-
-
-def test_every_flag_of_a_shard_exists():
-    script = (CONFIGS / "regenerate_shard.sh").read_text(encoding="utf-8")
-    flags = set(re.findall(r"(?<!\S)(--[a-z][\w-]*)", script.partition("set -euo")[2]))
-    assert {"--shard", "--target", "--limit"} <= flags
-    assert flags | {"--mesh"} <= set(regenerate._parser()._option_string_actions)
 
 
 SCHEMA = tomllib.loads((ROOT / "tests/train/kubernetes.toml").read_text(encoding="utf-8"))
@@ -109,15 +108,6 @@ def test_objects_have_fields_of_their_schemas(name):
     check(KUBERNETES[name], KUBERNETES[name]["kind"])
 
 
-WRONG = [{"backofLimit": 0}, {"completions": "4"}, {"completionMode": "All"}, {"template": []}]
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_field_is_found(wrong):
-    with pytest.raises(AssertionError, match=next(iter(wrong))):
-        check(SLICE | wrong, "JobSpec")
-
-
 @pytest.mark.parametrize("pod", PODS, ids=["train", "regenerate", "serve"])
 def test_pods_request_what_they_use(pod):
     (container,) = pod["containers"]
@@ -127,9 +117,8 @@ def test_pods_request_what_they_use(pod):
     assert pod["serviceAccountName"] == given["ServiceAccount"]
     claim = {"claimName": given["PersistentVolumeClaim"]}
     assert {"name": "runs", "persistentVolumeClaim": claim} in pod["volumes"]
-    env = {variable["name"]: variable for variable in container["env"]}
-    assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == given["Secret"]
-    assert env[CACHE]["value"].startswith("/runs/")
+    sources = [env["valueFrom"] for env in container["env"] if "valueFrom" in env]
+    assert [source["secretKeyRef"]["name"] for source in sources] == [given["Secret"]]
 
 
 # ---- serving ------------------------------------------------------------------------------
