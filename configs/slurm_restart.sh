@@ -8,7 +8,13 @@
 config=${1:?give a config file, as in: sbatch configs/slurm_gpu.sbatch configs/moa_llama3_8b.py}
 settings=("${@:2}")
 run=${RUN:-runs/$(basename "$config" .py)}
-python=${PYTHON:-.venv/bin/python}
+
+# The folder of slurm_regenerate.sbatch. A drafter learns the answers of its target: other data must
+# be asked for.
+answers=${ANSWERS?give the folder of the answers, or ANSWERS= for the data of the config}
+data=(${answers:+--data.train "$answers/train" --data.validation "$answers/validation"})
+
+source configs/slurm_container.sh
 
 # A job that is started again does not compile again. Process 0 fills the folder, all read it:
 # the nodes must be alike, because programs for CPUs are machine code.

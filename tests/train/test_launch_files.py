@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import stat
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,14 +22,23 @@ from infer.cli.flags import cluster
 from infer.info import ROOT
 from moa_jax.config import DistillConfig
 from tests.meeting import wait_for
+from train import regenerate
 from train.run.settings import config_parser, load_config
 
 CONFIGS = ROOT / "configs"
 SERVING = ("serve_slurm.sbatch", "serve_lws_tpu.yaml")
 SLURM = ("slurm_gpu.sbatch", "slurm_generic.sbatch")
-JOBSET = yaml.safe_load((CONFIGS / "jobset_tpu_v5e_4x4.yaml").read_text(encoding="utf-8"))
+KUBERNETES = {
+    f"{path.stem}-{part['kind']}": part
+    for path in sorted(CONFIGS.glob("*.yaml"))
+    for part in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+}
+JOBSET = KUBERNETES["jobset_tpu_v5e_4x4-JobSet"]
 SLICE = JOBSET["spec"]["replicatedJobs"][0]["template"]["spec"]
-CONTAINER = SLICE["template"]["spec"]["containers"][0]
+SHARDS = KUBERNETES["regenerate_tpu_v5e-Job"]["spec"]
+GROUP = KUBERNETES["serve_lws_tpu-LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+PODS = [job["template"]["spec"] for job in (SLICE, SHARDS)] + [GROUP["workerTemplate"]["spec"]]
+CONTAINER = PODS[0]["containers"][0]
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 STOPPED, BAD_INPUT, UNFINISHED = 0, 2, 75
 
@@ -50,6 +63,12 @@ def test_every_flag_exists(name):
         load_config("configs/moa_llama3_8b.py", DistillConfig, [f"--{flag}", "x"])
 
 
+def test_every_flag_of_a_shard_exists():
+    command = (CONFIGS / "regenerate_shard.sh").read_text(encoding="utf-8").partition("set -eu")[2]
+    flags = {*re.findall(r"(?<!\S)(--[a-z][\w-]*)", command + str(SHARDS))}
+    assert {"--shard", "--mesh"} <= flags <= set(regenerate._parser()._option_string_actions)
+
+
 @pytest.mark.parametrize("name", SERVING)
 def test_every_flag_of_a_server_exists(name):
     command = COMMANDS[name].partition("-m infer.serve")[2].partition("\n\n")[0]
@@ -57,6 +76,49 @@ def test_every_flag_of_a_server_exists(name):
     assert flags <= set(serve._parser()._option_string_actions)
     assert {"--mesh", "--target", "--draft", "--api-key-file"} <= flags
     assert flags & {"--distributed", "--coordinator"}
+
+
+SCHEMA = tomllib.loads((ROOT / "tests/train/kubernetes.toml").read_text(encoding="utf-8"))
+PLAIN = {"": str, "int": int, "bool": bool}
+MAPS = {"map": {str}, "quantities": {str, int}}
+
+
+def check(value: Any, kind: str, at: str = "") -> None:
+    """Raises AssertionError for a part of `value` that differs from `kind` of kubernetes.toml."""
+    if kind in SCHEMA:
+        words = [word.partition(":") for word in SCHEMA[kind].split()]
+        fields = {name.rstrip("!"): of for name, _, of in words}
+        required = {name[:-1] for name, *_ in words if name.endswith("!")}
+        assert type(value) is dict and required <= value.keys() <= fields.keys(), f"{at}: {value}"
+        for name, part in value.items():
+            check(part, fields[name], f"{at}.{name}")
+    elif kind.endswith("[]"):
+        assert type(value) is list, at
+        for part in value:
+            check(part, kind[:-2], f"{at}[]")
+    elif kind in MAPS:
+        assert type(value) is dict and {type(part) for part in value.values()} <= MAPS[kind], at
+    else:
+        fits = type(value) is PLAIN[kind] if kind in PLAIN else value in kind.split("|")
+        assert fits, f"{at}: {value} is not {kind}"
+
+
+@pytest.mark.parametrize("name", KUBERNETES)
+def test_objects_have_fields_of_their_schemas(name):
+    check(KUBERNETES[name], KUBERNETES[name]["kind"])
+
+
+@pytest.mark.parametrize("pod", PODS, ids=["train", "regenerate", "serve"])
+def test_pods_request_what_they_use(pod):
+    (container,) = pod["containers"]
+    assert {"cpu", "memory", "google.com/tpu"} <= container["resources"]["requests"].keys()
+    assert {"containerPort": 8431} in container["ports"]
+    given = {part["kind"]: part["metadata"]["name"] for part in KUBERNETES.values()}
+    assert pod["serviceAccountName"] == given["ServiceAccount"]
+    claim = {"claimName": given["PersistentVolumeClaim"]}
+    assert {"name": "runs", "persistentVolumeClaim": claim} in pod["volumes"]
+    sources = [env["valueFrom"] for env in container["env"] if "valueFrom" in env]
+    assert [source["secretKeyRef"]["name"] for source in sources] == [given["Secret"]]
 
 
 # ---- serving ------------------------------------------------------------------------------
@@ -81,6 +143,7 @@ exit $code
 def test_slurm_starts_a_server_again_after_a_death_alone(ends, times, code, tmp_path):
     tools = tmp_path / "bin"
     tools.mkdir()
+    (tmp_path / "configs").symlink_to(CONFIGS)
     (tmp_path / "ends").write_text("".join(f"{end}\n" for end in ends))
     executable(tools / "srun", SRUN)
     executable(tools / "sleep", "true")
@@ -122,13 +185,16 @@ def environment(folder: Path, wish: str) -> dict[str, str]:
     tools = folder / "bin"
     tools.mkdir()
     executable(tools / "python", TRAINER)
-    executable(tools / "srun", 'while [ "${1:0:2}" = -- ]; do shift; done; exec "$@"')
+    srun = 'echo "$SRUN_CPUS_PER_TASK $*" > "$RUN.srun"; '
+    executable(tools / "srun", srun + 'while [ "${1:0:2}" = -- ]; do shift; done; exec "$@"')
     executable(tools / "scontrol", 'echo "$@" > "$RUN.scontrol"')
     run = folder / "run"
     (run / "checkpoints" / "20").mkdir(parents=True)
     ours = {key: value for key, value in os.environ.items() if key != CACHE}
     ours |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": "python", "RUN": str(run)}
     ours |= {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7"}
+    ours |= {"SLURM_CPUS_PER_TASK": "8", "IMAGE": "moa.sqsh", "HF_HOME": f"{folder}/hub"}
+    ours |= {"ANSWERS": f"{folder}/answers"}
     return ours | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "WISH": wish}
 
 
@@ -151,6 +217,11 @@ def test_slurm_starts_again_while_a_run_makes_progress(tmp_path, name, wish, cod
     seen = (tmp_path / "run.seen").read_text(encoding="utf-8")
     assert seen.startswith("-m train.distill") and seen.endswith("--optim.total_steps 9 9\n")
     assert f"--run.directory {tmp_path}/run --output {tmp_path}/run/final" in seen
+    answers = f"{tmp_path}/answers"
+    assert f"--data.train {answers}/train --data.validation {answers}/validation " in seen
+    started = (tmp_path / "run.srun").read_text(encoding="utf-8")
+    assert started.startswith("8 ") and "--container-image=moa.sqsh" in started
+    assert f"--container-mounts={ROOT}:{ROOT},{tmp_path}/hub:{tmp_path}/hub " in started
     if name == "slurm_generic.sbatch":
         assert re.search(r"--processes 2 --process 1 --coordinator \S+:20007 ", seen)
     else:
@@ -182,3 +253,54 @@ def test_a_pod_passes_on_that_it_must_go(tmp_path):
     running.send_signal(signal.SIGTERM)
     assert running.wait(timeout=30) == UNFINISHED
     assert (tmp_path / "run" / "checkpoints" / "40").is_dir()  # it had time to save
+
+
+# ---- shards and the image -----------------------------------------------------------------
+
+SHARD = SHARDS["template"]["spec"]["containers"][0]
+SHARD_COMMANDS = {
+    "SLURM_ARRAY_TASK_ID": ["bash", CONFIGS / "slurm_regenerate.sbatch"],
+    "JOB_COMPLETION_INDEX": [*SHARD["command"], *SHARD["args"]],
+}
+
+
+@pytest.mark.parametrize("index", SHARD_COMMANDS)
+def test_a_shard_answers_what_is_left(tmp_path, index):
+    env = environment(tmp_path, "nothing") | {index: "3", "TARGET": "target"}
+    env |= {"SHARDS": next(v["value"] for v in SHARD["env"] if v["name"] == "SHARDS")}
+    executable(tmp_path / "bin" / "python", 'echo "$@" >> "$RUN.seen"; exit "$CODE"')
+    run = lambda code: subprocess.run(SHARD_COMMANDS[index], env=env | {"CODE": code}, cwd=ROOT)
+    assert [run("2").returncode, run("0").returncode] == [2, 0]
+    first, again, train = (tmp_path / "run.seen").read_text(encoding="utf-8").splitlines()
+    assert first == again and "/test_sft " in first and "--limit 512" in first
+    shard = f"--shard 3/{SHARDS['completions']} "
+    assert f"/train_sft --output {tmp_path}/answers/train/all.jsonl {shard}" in train
+    for folder in ("train", "validation"):
+        (tmp_path / "answers" / folder).mkdir(parents=True)
+        (tmp_path / "answers" / folder / "all-00003-of-00008.jsonl").touch()
+    assert run("1").returncode == 0  # both files are finished
+
+
+@pytest.mark.slow
+def test_the_images_steps_run_in_an_empty_folder(tmp_path):
+    """Copies what the image gets; pip makes the package's metadata and installs nothing."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    context = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    for *sources, to in map(str.split, re.findall(r"^COPY (.*)$", text, re.MULTILINE)):
+        for source in sources:
+            assert f"!{source}" in context
+            (tmp_path / to).parent.mkdir(parents=True, exist_ok=True)
+            copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
+            copy(ROOT / source, tmp_path / to)
+    (words,) = re.findall(r"^RUN pip (install .*)$", text, re.MULTILINE)
+    words = re.sub(r"\$\w+", "tpu", words)
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = re.findall(r"\.\[(.*)\]", words)[0].split(",")
+    assert {*extras, "cuda13"} <= project["optional-dependencies"].keys()
+    pip = [sys.executable, "-m", "pip", *shlex.split(words), "--dry-run", "--no-deps"]
+    subprocess.run([*pip, "--no-build-isolation"], cwd=tmp_path, check=True)
+    code = "import infer.serve, moa_jax, train.distill; from configs.tiny import config as c; "
+    code += "print(infer.__file__, moa_jax.__file__, train.__file__, c.target, *c.data.train)"
+    command = [sys.executable, "-c", code]
+    seen = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert all(path.startswith(f"{tmp_path}/") and Path(path).exists() for path in seen.split())
