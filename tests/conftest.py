@@ -134,8 +134,8 @@ class Done(NamedTuple):
     err: str
 
     def refusal(self) -> str:
-        """Returns the only line of a refusal: the last line on stderr; the exit code is 2."""
-        assert self.code == 2 and "Traceback" not in self.err, self
+        """Returns the only line of a refusal: the last line on stderr; the code is 2 or 75."""
+        assert self.code in (2, 75) and "Traceback" not in self.err, self
         return self.err.rstrip("\n").rpartition("\n")[2]
 
 

@@ -31,7 +31,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from moa_jax.config import DistillConfig, PretrainConfig
-from moa_jax.errors import InputError, first_line
+from moa_jax.errors import InputError, TemporaryError, first_line
 from moa_jax.files.paths import check_folder, files_below, is_stored, lock, place
 from moa_jax.runtime.multihost import is_first, on_first
 from moa_jax.training.fingerprint import changes, fingerprint, listed
@@ -198,9 +198,9 @@ class Checkpoints:
             time.sleep(1)  # the other writes fail now, while `_hide_failed_writes` hides them
             raise self._not_written(fault) from error
 
-    def _not_written(self, why: str) -> InputError:
+    def _not_written(self, why: str) -> TemporaryError:
         steps = ", ".join(map(str, self._manager.all_steps())) or "none"
-        return InputError(
+        return TemporaryError(
             f"{self._folder}: a checkpoint could not be written: {why}; whole ones: steps {steps}; "
             "make room and give the same command again"
         )
