@@ -106,6 +106,11 @@ def _broadcast(value: Any) -> Any:
     return json.loads(bytes(multihost_utils.broadcast_one_to_all(np.resize(data, size))))
 
 
+def processes_without(found: bool) -> list[int]:
+    """Ids of the processes that pass False, on all processes, which must call this together."""
+    return np.flatnonzero(~multihost_utils.process_allgather(np.bool_(found))).tolist()
+
+
 def gathered(tree: Any) -> Any:
     """Whole arrays on the host, equal on all processes.
 
@@ -156,6 +161,15 @@ def host_of_first() -> str:
 
 
 # ---- processes that start and end together ------------------------------------------------
+
+
+def end_now(line: str, code: int) -> NoReturn:
+    """Ends all processes with a line on stderr, from any thread, without a shutdown of jax."""
+    if count() > 1:
+        _group.end(Failure(index(), line, code))
+    with contextlib.suppress(OSError):  # sys.stderr may be locked by a thread that hangs
+        os.write(2, f"{line}\n".encode())
+    os._exit(code)
 
 
 class Failure(NamedTuple):
