@@ -27,7 +27,7 @@ start_again() { # the exit code of all processes together
         exit 0
     fi
     if [ "$1" = 2 ] || { [ "$1" != 75 ] && [ "$(newest_checkpoint)" = "$newest_before" ]; }; then
-        echo "ended with code $1 (2: bad input) or no new checkpoint in $run: not started again" >&2
+        echo "ended with code $1: bad input (2), or no new checkpoint in $run: not started again" >&2
         exit "$1"
     fi
     if ((${SLURM_RESTART_COUNT:-0} >= 100)); then

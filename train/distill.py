@@ -63,7 +63,7 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
 
     With `flags` the run reads the target's activations from a cache, which is built if missing.
     Raises InputError before the target is loaded: for settings that contradict each other or the
-    data, a directory that is in use or belongs to another run, and for processes that differ.
+    data, a directory that is in use, of another run or not shared, and for processes that differ.
     """
     multihost.check_same(common(config), "settings")
     mesh = sharding.make_mesh(config.mesh, jax.devices())
