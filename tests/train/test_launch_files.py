@@ -207,8 +207,8 @@ def test_a_disruption_is_not_counted_and_bad_input_ends_a_job_set(message, actio
 
 
 def test_a_pod_passes_on_that_it_must_go(tmp_path):
-    running = pod(tmp_path, "wait")
-    wait_for((tmp_path / "run.up").exists)
-    running.send_signal(signal.SIGTERM)
-    assert running.wait(timeout=30) == TRY_AGAIN
+    with pod(tmp_path, "wait") as running:
+        wait_for((tmp_path / "run.up").exists)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(timeout=30) == TRY_AGAIN
     assert (tmp_path / "run" / "checkpoints" / "40").is_dir()  # it had time to save

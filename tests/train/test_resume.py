@@ -146,7 +146,8 @@ def test_of_two_processes_both_stop_when_one_is_terminated(tmp_path):
     assert "stopped" not in silent
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_that_hangs_ends_after_a_signal_and_keeps_its_checkpoint(
     processes, tmp_path, monkeypatch
 ):
