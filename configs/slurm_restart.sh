@@ -2,8 +2,10 @@
 #
 # Resume is exact, so a job that is requeued goes on as if it had never been cut. Slurm requeues
 # by itself after a node's failure or a preemption. A job whose time is nearly up is sent SIGTERM
-# (--signal), saves, ends with code 0 and is requeued here; so is one that failed, but only if it
-# has saved something new since it started: bad input and bugs do not come back for ever.
+# (--signal), saves, ends with code 75 and is requeued here; so is one that lacks a process, the hub
+# or room on the disk. Any other failure but bad input (2) is requeued if it has saved something new
+# since it started: bugs do not come back for ever. The processes end together by themselves: srun,
+# which would hide their code, waits. Requeued jobs are started again up to 100 times.
 
 config=${1:?give a config file, as in: sbatch configs/slurm_gpu.sbatch configs/moa_llama3_8b.py}
 settings=("${@:2}")
@@ -27,12 +29,16 @@ newest_checkpoint() {
 newest_before=$(newest_checkpoint)
 
 start_again() { # the exit code of all processes together
-    if [ -e "$run/final/config.json" ]; then # perhaps an earlier one's
+    if [ "$1" = 0 ]; then # the run is finished
+        exit 0
+    fi
+    if [ "$1" = 2 ] || { [ "$1" != 75 ] && [ "$(newest_checkpoint)" = "$newest_before" ]; }; then
+        echo "ended with code $1: bad input (2), or no new checkpoint in $run: not started again" >&2
         exit "$1"
     fi
-    if [ "$(newest_checkpoint)" = "$newest_before" ]; then
-        echo "ended with code $1 and no new checkpoint in $run: not started again" >&2
-        exit "$(($1 ? $1 : 1))"
+    if ((${SLURM_RESTART_COUNT:-0} >= 100)); then
+        echo "ended with code $1 after 100 restarts: not started again" >&2
+        exit "$1"
     fi
     echo "ended with code $1 before the run was finished: started again" >&2
     scontrol requeue "$SLURM_JOB_ID"

@@ -36,7 +36,7 @@ from moa_jax.decode.detokenize import GrowingText, Writer
 from moa_jax.decode.limits import CacheLimits, prompt_ids_of
 from moa_jax.decode.programs import bucket
 from moa_jax.decode.session import row_of
-from moa_jax.errors import InputError
+from moa_jax.errors import InputError, TemporaryError
 from moa_jax.pretrained import Target
 from moa_jax.split.client_drafter import ClientDrafter
 from moa_jax.split.pairing import pairing_of
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int | None:
                 return asyncio.run(_answer_all(answering, job, output))
         except ConnectionLost as error:
             start = "" if isinstance(error, ServerBusy) else "start infer.server there, or "
-            raise InputError(
+            raise TemporaryError(
                 f"--connect {args.connect}: {error}; {start}give --offline to have the drafter "
                 "answer alone"
             ) from error

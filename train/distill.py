@@ -4,7 +4,9 @@ Dotted flags override settings of the config file, as in --optim.total_steps 200
 The same command resumes an interrupted run from its last checkpoint, on any number of devices and
 processes. `--init-from` starts from the weights of an earlier drafter, with a fresh optimiser.
 `--target-cache DIR` runs the target once per row of the training data, for any number of epochs
-and drafters.
+and drafters. The exit code is 0 if the run is finished, 2 for bad input, and 75 if the same command
+may succeed later: a signal stopped the run, a process, the hub or room on the disk was missing, or
+another run holds the lock.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from infer.cli.flags import cluster
-from infer.cli.program import progress, run
+from infer.cli.program import TRY_AGAIN, progress, run
 from moa_jax.config import DistillConfig, EagleConfig
 from moa_jax.data import batches
 from moa_jax.data.batch import Batch, TappedBatch
@@ -61,7 +63,7 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
 
     With `flags` the run reads the target's activations from a cache, which is built if missing.
     Raises InputError before the target is loaded: for settings that contradict each other or the
-    data, a directory that is in use or belongs to another run, and for processes that differ.
+    data, a directory that is in use, of another run or not shared, and for processes that differ.
     """
     multihost.check_same(common(config), "settings")
     mesh = sharding.make_mesh(config.mesh, jax.devices())
@@ -255,7 +257,7 @@ def save(
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int | None:
     parser = config_parser("train.distill", __doc__)
     target_cache.add_flags(parser)
     cluster.add_flags(parser)
@@ -266,7 +268,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.init_from is not None:
         config = dataclasses.replace(config, init_from=args.init_from)
     with cluster.joined(args, parser.prog):
-        distill(config, target_cache.flags_of(args))
+        finished = distill(config, target_cache.flags_of(args))
+    return None if finished else TRY_AGAIN
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import jax
 
 from infer.cli.flags.config_file import read_config
 from infer.cli.flags.pair import open_drafter, open_target
-from infer.cli.program import Parser, names, run
+from infer.cli.program import TRY_AGAIN, Parser, names, run
 from moa_jax.config import DistillConfig, GridConfig, TargetConfig
 from moa_jax.data import batches, sources
 from moa_jax.data.tokenizer import load_tokenizer
@@ -269,7 +269,7 @@ def _counts(
 # ---- program ------------------------------------------------------------------------------
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int | None:
     args = _parser().parse_args(arguments)
     grid = expanded(read_config(args.config, GridConfig))
     target = describe_target(grid.cells[0][1].target)
@@ -280,13 +280,14 @@ def main(arguments: list[str] | None = None) -> None:
         if not all(map(is_finished, mine)):
             prompts_of(grid, target)  # raises without prompts before training starts
         if not train(mine, target.config, target_cache.flags_of(args)):
-            return
+            return TRY_AGAIN
         todo = [row["run"] for row in rows_of(grid) if not row["decoded"]]
         decode(grid, [each for each in mine if each in todo])
     text = render(grid, rows_of(grid), target, sizes)
     Path(grid.directory).mkdir(parents=True, exist_ok=True)
     write_whole(Path(grid.directory, "report.md"), text + "\n")
     print(text)
+    return None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from infer.cli.program import progress, run
+from infer.cli.program import TRY_AGAIN, progress, run
 from moa_jax.config import PretrainConfig
 from moa_jax.data import batches
 from moa_jax.data import sources as sources_lib
@@ -33,8 +33,8 @@ from train.run.loop import TrainJob, check, fit
 from train.run.settings import config_parser, parse_config
 
 
-def pretrain(config: PretrainConfig) -> None:
-    """Trains a tokenizer if missing, then the target, and writes the target's folder."""
+def pretrain(config: PretrainConfig) -> bool:
+    """Trains a tokenizer if missing, then the target; returns False if a signal stopped the run."""
     check(config)
     check_directory(config)
     check_replaceable(Path(config.output))
@@ -59,8 +59,10 @@ def pretrain(config: PretrainConfig) -> None:
         data=batches.facts_of(train),
     )
     params = fit(job, frozen=None)
-    if params is not None:
-        save_target(Path(config.output), config.target, params, Path(config.tokenizer))
+    if params is None:
+        return False
+    save_target(Path(config.output), config.target, params, Path(config.tokenizer))
+    return True
 
 
 def _loss(config: PretrainConfig, params: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
@@ -102,9 +104,10 @@ def _texts(record: dict[str, Any]) -> list[str]:
         return []
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int | None:
     parser = config_parser("train.pretrain", __doc__)
-    pretrain(parse_config(parser, PretrainConfig, arguments)[0])
+    config = parse_config(parser, PretrainConfig, arguments)[0]
+    return None if pretrain(config) else TRY_AGAIN
 
 
 if __name__ == "__main__":

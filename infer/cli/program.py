@@ -20,10 +20,12 @@ from tqdm import tqdm
 
 from infer.cli import compile_cache, streams
 from moa_jax.config.checks import is_utf8
-from moa_jax.errors import InputError, first_line
+from moa_jax.errors import InputError, first_line, is_temporary
 from moa_jax.version import __version__
 
-BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # the last two: 128 + signal, as in shells
+BAD_INPUT = 2
+TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: launchers start the program again
+INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + signal, as in shells
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # Refusals that only the system's owner can lift, whatever named the path.
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
@@ -151,12 +153,14 @@ def keep_to_32_bits() -> None:
 
 
 def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
-    """Runs a program and exits with its code, or with 2 after one line for bad input.
+    """Runs a program and exits with its code, or after one line with 2 or 75.
 
-    Bad input includes a path of the command line that the system rejects, a full disk, too little
-    memory and a backend that jax cannot start. Ctrl-C exits with 130 and a closed pipe (`| head`)
-    with 141, both silently. Any other exception is a bug and keeps its traceback, including an
-    OSError about another path. jax's compilation cache is persistent (`compile_cache`).
+    2 is for bad input, which includes a path of the command line that the system rejects, too
+    little memory and a backend that jax cannot start; 75 is for what may pass (`is_temporary`): a
+    full disk, a held lock, a network that is away. Ctrl-C exits with 130 and a closed pipe
+    (`| head`) with 141, both silently. Any other exception is a bug and keeps its traceback,
+    including an OSError about another path. jax's compilation cache is persistent
+    (`compile_cache`).
     """
     streams.prepare()
     compile_cache.use()
@@ -164,7 +168,7 @@ def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
     keep_to_32_bits()
     logging.getLogger(XLA_BRIDGE).addFilter(_without_traceback)
     try:
-        code = _code_of(main, arguments)
+        code = _run_main(main, arguments)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except BrokenPipeError:
@@ -176,12 +180,12 @@ def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
         name = spec.name if spec else Path(sys.argv[0]).stem  # infer.info after `-m infer.info`
         with contextlib.suppress(BrokenPipeError):
             print(f"{name}: {line}", file=sys.stderr)
-        code = BAD_INPUT
+        code = code_of(error)
     streams.finish()
     sys.exit(code)
 
 
-def _code_of(main: Main, arguments: list[str] | None) -> object:
+def _run_main(main: Main, arguments: list[str] | None) -> object:
     """Runs `main` and flushes stdout; returns the exit code, including that of a SystemExit."""
     try:
         code = main(arguments) or 0
@@ -189,6 +193,11 @@ def _code_of(main: Main, arguments: list[str] | None) -> object:
         code = end.code
     sys.stdout.flush()
     return code
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code for an error that `refusal_of` prints."""
+    return TRY_AGAIN if is_temporary(error) else BAD_INPUT
 
 
 def refusal_of(error: BaseException, arguments: list[str] | None = None) -> str | None:

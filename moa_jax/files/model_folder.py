@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from moa_jax.errors import InputError, first_line
+from moa_jax.errors import InputError, TemporaryError, first_line
 from moa_jax.files import casts
 from moa_jax.files.tensor_reader import GGUF_INDEX, Stored, TensorReader
 from moa_jax.files.whole_files import read_json, write_json
@@ -298,7 +298,7 @@ def _write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
-        raise InputError(
+        raise TemporaryError(
             f"{path} cannot be written ({first_line(error)}); make room or choose another output"
         ) from error
     path.chmod(mode)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from moa_jax.errors import InputError
+from moa_jax.errors import InputError, TemporaryError
 
 STORE = "gs"  # Google Cloud Storage; other stores are untested
 PACKAGES = ("gcsfs", "google.cloud.storage")  # required by epath and Orbax
@@ -68,20 +68,20 @@ def size_and_time(file: Path) -> tuple[int, float]:
 
 
 def lock(file: IO[Any], refusal: str) -> None:
-    """Lock an open file until it is closed; raises InputError(refusal) if another run holds it.
+    """Lock an open file until it is closed; raises TemporaryError(refusal) if another run has it.
 
     Prints a line on stderr if the file system has no locks.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise InputError(refusal) from error
+        raise TemporaryError(refusal) from error
     except OSError as error:
         print(f"{file.name}: no lock ({error.strerror}); start one run only", file=sys.stderr)
 
 
 def lock_output(file: IO[Any], path: Path) -> None:
-    """Lock a file that one run writes; raises InputError if another run holds the lock."""
+    """Lock a file that one run writes; raises TemporaryError if another run has the lock."""
     lock(file, f"{path}: another run writes it; wait for its end, or name another --output")
 
 

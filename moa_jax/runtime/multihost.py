@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from moa_jax.errors import InputError, first_line
+from moa_jax.errors import InputError, TemporaryError, first_line, is_temporary
 from moa_jax.runtime.rendezvous import SINGLE, ProcessSpec, connect, send_line
 
 T = TypeVar("T")
@@ -83,13 +83,15 @@ def on_first(function: Callable[[], T]) -> T:
     return outcome["result"]
 
 
-_RAISED_BY_NAME = {each.__name__: each for each in (InputError, OSError, RuntimeError)}
+_RAISED = (InputError, TemporaryError, OSError, RuntimeError)
+_RAISED_BY_NAME = {each.__name__: each for each in _RAISED}
 
 
 def _packed(error: Exception) -> dict[str, list[Any]]:
     """The name and the arguments of the exception that the other processes raise."""
     if isinstance(error, InputError):
-        return {"InputError": [str(error)]}
+        kind = TemporaryError if is_temporary(error) else InputError
+        return {kind.__name__: [str(error)]}
     if isinstance(error, OSError) and error.errno is not None:
         name = None if error.filename is None else os.fsdecode(error.filename)
         return {"OSError": [error.errno, error.strerror, name]}
@@ -102,6 +104,11 @@ def _broadcast(value: Any) -> Any:
     size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
     # Only the shape of the other processes' arrays matters.
     return json.loads(bytes(multihost_utils.broadcast_one_to_all(np.resize(data, size))))
+
+
+def processes_without(found: bool) -> list[int]:
+    """Ids of the processes that pass False, on all processes, which must call this together."""
+    return np.flatnonzero(~multihost_utils.process_allgather(np.bool_(found))).tolist()
 
 
 def gathered(tree: Any) -> Any:
@@ -154,6 +161,15 @@ def host_of_first() -> str:
 
 
 # ---- processes that start and end together ------------------------------------------------
+
+
+def end_now(line: str, code: int) -> NoReturn:
+    """Ends all processes with a line on stderr, from any thread, without a shutdown of jax."""
+    if count() > 1:
+        _group.end(Failure(index(), line, code))
+    with contextlib.suppress(OSError):  # sys.stderr may be locked by a thread that hangs
+        os.write(2, f"{line}\n".encode())
+    os._exit(code)
 
 
 class Failure(NamedTuple):
@@ -314,7 +330,7 @@ def _lines(peer: socket.socket) -> Iterator[bytes]:
 def join(spec: ProcessSpec, timeout_s: int, say: Callable[[str], None]) -> ProcessGroup:
     """Connects this process to the others and initializes jax.distributed.
 
-    Must be called before jax starts a backend. Raises InputError if a process is missing.
+    Must be called before jax starts a backend. Raises TemporaryError if a process is missing.
     """
     global _group
     _group = ProcessGroup(say, spec, connect(spec, timeout_s))

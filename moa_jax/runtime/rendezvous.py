@@ -10,6 +10,7 @@ once and not after a heartbeat timeout.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-from moa_jax.errors import InputError
+from moa_jax.errors import InputError, TemporaryError
 
 T = TypeVar("T")
 
@@ -47,8 +48,8 @@ SINGLE = ProcessSpec("", 1, 0)
 def connect(spec: ProcessSpec, timeout_s: float) -> dict[int, socket.socket]:
     """Sockets by process id: process 0 gets one to each other process, the others one to process 0.
 
-    Raises InputError, in every connected process, if a process is missing after `timeout_s`, if two
-    have the same id, or if two disagree on the number of processes.
+    Raises, in every connected process, TemporaryError if a process is missing after `timeout_s`,
+    and InputError if two have the same id or disagree on the number of processes.
     """
     if spec.num_processes == 1:
         return {}
@@ -57,7 +58,7 @@ def connect(spec: ProcessSpec, timeout_s: float) -> dict[int, socket.socket]:
 
 def _accept(spec: ProcessSpec, timeout_s: float) -> dict[int, socket.socket]:
     peers: dict[int, socket.socket] = {}
-    problem, count = "", spec.num_processes
+    problem, kind, count = "", InputError, spec.num_processes
     with _coordinator_listener(spec) as listener:
         for process, processes, peer in accept_all(listener, _read_introduction, timeout_s):
             if process in peers:
@@ -68,18 +69,18 @@ def _accept(spec: ProcessSpec, timeout_s: float) -> dict[int, socket.socket]:
             if problem or len(peers) == count - 1:
                 break
     if not problem and (missing := sorted({*range(1, count)} - peers.keys())):
-        more = " and more" * (len(missing) > MAX_MISSING_SHOWN)
+        kind, more = TemporaryError, " and more" * (len(missing) > MAX_MISSING_SHOWN)
         problem = (
             f"timed out after {timeout_s:g} s: processes {missing[:MAX_MISSING_SHOWN]}{more} of "
             f"{count} did not connect to {spec.coordinator_address}; check their logs"
         )
     for peer in peers.values():
         with contextlib.suppress(OSError):  # a process that has died is noticed later
-            send_line(peer, problem=problem)
+            send_line(peer, problem=problem, may_pass=kind is TemporaryError)
         if problem:
             peer.close()
     if problem:
-        raise InputError(problem)
+        raise kind(problem)
     return peers
 
 
@@ -96,31 +97,31 @@ def _connect_to_first(spec: ProcessSpec, timeout_s: float) -> socket.socket:
     end = time.monotonic() + timeout_s
     while True:
         try:
-            first, problem = _introduce(spec, timeout_s)
+            first, reply = _introduce(spec, timeout_s)
             break
         except (OSError, ValueError) as error:
             if time.monotonic() >= end:
-                raise InputError(
+                raise TemporaryError(
                     f"timed out after {timeout_s:g} s: process 0 did not answer at "
                     f"{spec.coordinator_address} ({error}); check its log"
                 ) from error
         time.sleep(RETRY_INTERVAL_S)
-    if problem:
+    if problem := reply["problem"]:
         first.close()
-        raise InputError(f"process 0: {problem}")
+        raise (TemporaryError if reply["may_pass"] else InputError)(f"process 0: {problem}")
     return first
 
 
-def _introduce(spec: ProcessSpec, timeout_s: float) -> tuple[socket.socket, str]:
-    """The socket to process 0, and the problem that process 0 reports after all have connected."""
+def _introduce(spec: ProcessSpec, timeout_s: float) -> tuple[socket.socket, dict[str, Any]]:
+    """The socket to process 0, and its reply after all have connected: a problem, if any."""
     with contextlib.ExitStack() as stack:
         address = _host_port(spec.coordinator_address)
         first = stack.enter_context(socket.create_connection(address, GREETING_TIMEOUT_S))
         send_line(first, process=spec.process_id, processes=spec.num_processes)
         first.settimeout(timeout_s + GREETING_TIMEOUT_S)  # process 0 waits for the others first
-        problem = _receive_line(first)["problem"]
+        reply = _receive_line(first)
         stack.pop_all()
-    return first, problem
+    return first, reply
 
 
 # ---- sockets ------------------------------------------------------------------------------
@@ -177,7 +178,8 @@ def _coordinator_listener(spec: ProcessSpec) -> socket.socket:
     try:
         return listen(host, number, spec.num_processes)
     except OSError as error:
-        raise InputError(
+        kind = TemporaryError if error.errno == errno.EADDRINUSE else InputError
+        raise kind(
             f"cannot open port {number} for the other processes: {error.strerror}; end the "
             "program that uses it, or choose another port"
         ) from error

@@ -22,6 +22,7 @@ import os
 import socket
 import sys
 import time
+import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,9 +32,9 @@ import jax
 import orbax.checkpoint as ocp
 
 from moa_jax.config import DistillConfig, PretrainConfig
-from moa_jax.errors import InputError, first_line
+from moa_jax.errors import InputError, TemporaryError, first_line
 from moa_jax.files.paths import check_folder, files_below, is_stored, lock, place
-from moa_jax.runtime.multihost import is_first, on_first
+from moa_jax.runtime.multihost import count, is_first, on_first, processes_without
 from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.update import Params, TrainState
 
@@ -48,6 +49,8 @@ DISK_FAULTS = [
 CORRUPT = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION: Error reading")
 CORRUPT += ("_METADATA) does not exist",)  # Orbax's own
 OVERHEAD = 1 << 20  # bytes of a checkpoint besides its arrays
+# Clients of a network file system see a new file late: NFS caches a folder for up to a minute.
+SHARED_TIMEOUT_S = 60.0
 
 
 class Checkpoints:
@@ -198,16 +201,16 @@ class Checkpoints:
             time.sleep(1)  # the other writes fail now, while `_hide_failed_writes` hides them
             raise self._not_written(fault) from error
 
-    def _not_written(self, why: str) -> InputError:
+    def _not_written(self, why: str) -> TemporaryError:
         steps = ", ".join(map(str, self._manager.all_steps())) or "none"
-        return InputError(
+        return TemporaryError(
             f"{self._folder}: a checkpoint could not be written: {why}; whole ones: steps {steps}; "
             "make room and give the same command again"
         )
 
 
 def check_directory(config: Config) -> None:
-    """Raises InputError for a run directory that is in use or belongs to another run.
+    """Raises InputError for a run directory that is in use, of another run, or not shared.
 
     All processes must call this together, before a run is loaded. The lock is released again:
     `Checkpoints` repeats the check.
@@ -224,6 +227,44 @@ def check_directory(config: Config) -> None:
             _check_same_run(newest, config)
 
     on_first(check)
+    if count() > 1:
+        _check_shared(place(config.run.directory))
+
+
+def _check_shared(directory: Path) -> None:
+    """Raises InputError unless every process reads a file that process 0 writes to the directory.
+
+    In folders of their own, processes would wait for each other forever in the first save.
+    """
+
+    def write() -> str:
+        nonce = uuid.uuid4().hex
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"shared-{nonce}").write_text(nonce)
+        return nonce
+
+    nonce = on_first(write)
+    file = directory / f"shared-{nonce}"
+    lacking = processes_without(_appears(file, nonce))
+    if is_first():
+        file.unlink()
+    if lacking:
+        raise InputError(
+            f"run.directory {directory}: processes {listed(list(map(str, lacking)))} of {count()} "
+            "do not see the files of process 0; name a folder that all processes share"
+        )
+
+
+def _appears(file: Path, content: str) -> bool:
+    """Whether a file with this content can be read before the deadline."""
+    end = time.monotonic() + SHARED_TIMEOUT_S
+    while True:
+        with contextlib.suppress(OSError):
+            if file.read_text() == content:
+                return True
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.5)
 
 
 def steps_of(config: Config) -> list[int]:

@@ -32,7 +32,7 @@ from moa_jax.config import TargetConfig
 from moa_jax.data.batches import Batches, Mixture
 from moa_jax.data.shards import alone
 from moa_jax.drafters.api import TapSpec, TargetActivations
-from moa_jax.errors import InputError, first_line
+from moa_jax.errors import InputError, TemporaryError, first_line
 from moa_jax.files.paths import check_folder
 from moa_jax.files.whole_files import read_json, write_json
 from moa_jax.model import llama
@@ -142,7 +142,7 @@ class TargetCache:
         existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         free = shutil.disk_usage(existing).free + cut
         if lacking > free:
-            raise InputError(
+            raise TemporaryError(
                 f"{self.folder}: a target cache needs {lacking / GB:.3g} GB more and the disk has "
                 f"{free / GB:.3g}; make room, or leave --target-cache out"
             )

@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from infer.cli import program
 from moa_jax.errors import InputError
@@ -58,11 +60,27 @@ def test_help_shows_the_defaults_with_a_meaning(capsys):
     assert "\n    kept as it is\n" in shown
 
 
-def test_bad_input_is_one_line_and_exit_2(capsys):
-    def main(arguments):
-        raise InputError("weights.safetensors: cut short\nfetch it again")
+BUSY, FORBIDDEN = (
+    httpx.HTTPStatusError("", request=None, response=httpx.Response(c)) for c in (503, 403)
+)
+CAUSES = {  # of the error that ends a program
+    2: (
+        None,
+        ValueError("ours"),
+        OfflineModeIsEnabled("hub"),
+        FORBIDDEN,
+        PermissionError(13, "no"),
+    ),
+    75: (ConnectionRefusedError(), httpx.ConnectError("no name"), BUSY, OSError(errno.EIO, "lost")),
+}
 
-    assert exit_code(main) == 2
+
+@pytest.mark.parametrize("code, cause", [(code, each) for code in CAUSES for each in CAUSES[code]])
+def test_an_error_is_one_line_and_its_cause_decides_the_code(code, cause, capsys):
+    def main(arguments):
+        raise InputError("weights.safetensors: cut short\nfetch it again") from cause
+
+    assert exit_code(main) == code
     line = f"{__name__}: weights.safetensors: cut short fetch it again\n"
     assert capsys.readouterr() == ("", line)
 
@@ -86,7 +104,7 @@ def test_a_full_disk_is_one_line_and_other_system_errors_are_ours(capsys):
     def wrong(arguments):
         raise OSError("ours")
 
-    assert exit_code(full) == 2
+    assert exit_code(full) == 75
     said = "No space left on device; make room, or choose another path"
     assert capsys.readouterr().err == f"{__name__}: {said}\n"
     with pytest.raises(OSError, match="ours"):

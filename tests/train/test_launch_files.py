@@ -40,7 +40,10 @@ GROUP = KUBERNETES["serve_lws_tpu-LeaderWorkerSet"]["spec"]["leaderWorkerTemplat
 PODS = [job["template"]["spec"] for job in (SLICE, SHARDS)] + [GROUP["workerTemplate"]["spec"]]
 CONTAINER = PODS[0]["containers"][0]
 CACHE = "JAX_COMPILATION_CACHE_DIR"
-STOPPED, BAD_INPUT, UNFINISHED = 0, 2, 75
+LWS = next(yaml.safe_load_all((CONFIGS / "serve_lws_tpu.yaml").read_text(encoding="utf-8")))
+WORKER = LWS["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+SERVER = WORKER["containers"][0]
+BAD_INPUT, TRY_AGAIN = 2, 75
 
 
 # ---- what they name -----------------------------------------------------------------------
@@ -165,10 +168,12 @@ echo "$@" > "$RUN.seen"
 echo "$JAX_COMPILATION_CACHE_DIR" > "$RUN.cache"
 case "$WISH" in
 finish) mkdir -p "$RUN/final"; touch "$RUN/final/config.json" ;;
-save) mkdir -p "$RUN/checkpoints/40" ;;
+stop) mkdir -p "$RUN/checkpoints/40"; exit 75 ;;
+miss) exit 75 ;;
 fail) mkdir -p "$RUN/checkpoints/40"; exit 1 ;;
+crash) exit 1 ;;
 refuse) exit 2 ;;
-wait) trap 'mkdir -p "$RUN/checkpoints/40"; exit 0' TERM; touch "$RUN.up"
+wait) trap 'mkdir -p "$RUN/checkpoints/40"; exit 75' TERM; touch "$RUN.up"
       for i in $(seq 600); do sleep 0.1; done; exit 9 ;;
 esac
 """
@@ -200,16 +205,17 @@ def environment(folder: Path, wish: str) -> dict[str, str]:
 
 SLURM_ENDS = [
     ("finish", 0, False),
-    ("save", 0, True),
+    ("stop", 0, True),
+    ("miss", 0, True),
     ("fail", 0, True),  # it made progress since its start
+    ("crash", 1, False),
     ("refuse", BAD_INPUT, False),
-    ("nothing", 1, False),
 ]
 
 
 @pytest.mark.parametrize("wish, code, again", SLURM_ENDS, ids=[wish for wish, *_ in SLURM_ENDS])
 @pytest.mark.parametrize("name", SLURM)
-def test_slurm_starts_again_while_a_run_makes_progress(tmp_path, name, wish, code, again):
+def test_slurm_starts_a_run_again_by_its_code_and_progress(tmp_path, name, wish, code, again):
     script = ["bash", CONFIGS / name, "configs/tiny.py", "--optim.total_steps", "9 9"]
     ran = subprocess.run(script, env=environment(tmp_path, wish), capture_output=True, text=True)
     assert (ran.returncode, (tmp_path / "run.scontrol").exists()) == (code, again), ran.stderr
@@ -228,30 +234,54 @@ def test_slurm_starts_again_while_a_run_makes_progress(tmp_path, name, wish, cod
         assert "--distributed" in shlex.split(seen)
 
 
-def pod(folder: Path, wish: str, index: int = 0) -> subprocess.Popen[str]:
-    variables = environment(folder, wish) | {"JOB_COMPLETION_INDEX": str(index)}
-    return subprocess.Popen([*CONTAINER["command"], *CONTAINER["args"]], env=variables, text=True)
+def test_slurm_starts_a_run_again_a_hundred_times(tmp_path):
+    script, ours = ["bash", CONFIGS / SLURM[0], "configs/tiny.py"], environment(tmp_path, "miss")
+    assert subprocess.run(script, env=ours | {"SLURM_RESTART_COUNT": "100"}).returncode == 75
+    assert not (tmp_path / "run.scontrol").exists()
 
 
-POD_ENDS = [
-    ("finish", 0, 0),
-    ("save", 0, UNFINISHED),
-    ("save", 1, STOPPED),
-    ("fail", 0, 1),
-    ("refuse", 3, BAD_INPUT),
+def pod(folder: Path, wish: str, container: dict = CONTAINER) -> subprocess.Popen[str]:
+    command = [*container["command"], *container["args"]]
+    return subprocess.Popen(command, env=environment(folder, wish), stderr=-1, text=True)
+
+
+POD_ENDS = [("finish", 0), ("stop", TRY_AGAIN), ("refuse", BAD_INPUT), ("miss", TRY_AGAIN, SERVER)]
+
+
+@pytest.mark.parametrize("wish, code, container", [(*end, CONTAINER)[:3] for end in POD_ENDS])
+def test_a_pod_ends_with_the_code_of_its_program(tmp_path, wish, code, container):
+    with pod(tmp_path, wish, container) as running:
+        assert running.wait(timeout=30) == code
+
+
+def test_a_server_with_bad_input_is_not_made_again(tmp_path):
+    """A pod of a LeaderWorkerSet that ends is started again, whatever its code."""
+    with pod(tmp_path, "refuse", SERVER) as serving:
+        assert serving.stderr.readline().startswith("bad input: not started again")
+        assert serving.poll() is None
+        serving.send_signal(signal.SIGTERM)
+        assert serving.wait(timeout=30) == BAD_INPUT
+
+
+FAILURES = [  # messages of Kubernetes' Job controller
+    ("Container distill for pod a/b failed with exit code 2 matching FailJob rule", "FailJobSet"),
+    ("Pod a/b has condition DisruptionTarget", "RestartJobSetAndIgnoreMaxRestarts"),
 ]
 
 
-@pytest.mark.parametrize("wish, index, code", POD_ENDS)
-def test_a_pod_reports_how_it_ended(tmp_path, wish, index, code):
-    assert pod(tmp_path, wish, index).wait(timeout=30) == code
+@pytest.mark.parametrize("message, action", FAILURES)
+def test_a_disruption_is_not_counted_and_bad_input_ends_a_job_set(message, action):
+    for rule in JOBSET["spec"]["failurePolicy"]["rules"]:
+        if any(re.search(each, message) for each in rule.get("onJobFailureMessagePatterns", [""])):
+            break
+    assert rule["action"] == action
 
 
 def test_a_pod_passes_on_that_it_must_go(tmp_path):
-    running = pod(tmp_path, "wait")
-    wait_for((tmp_path / "run.up").exists)
-    running.send_signal(signal.SIGTERM)
-    assert running.wait(timeout=30) == UNFINISHED
+    with pod(tmp_path, "wait") as running:
+        wait_for((tmp_path / "run.up").exists)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(timeout=30) == TRY_AGAIN
     assert (tmp_path / "run" / "checkpoints" / "40").is_dir()  # it had time to save
 
 

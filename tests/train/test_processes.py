@@ -111,13 +111,20 @@ BUSY += "sum(iter(lambda: float(time.monotonic() > end), 1.0)); sys.setswitchint
 AGAIN = "import os, signal, threading; once_more = (os.getpid(), signal.SIGINT); "
 AGAIN += "threading.Timer(1.0, os.kill, once_more).start(); raising(KeyboardInterrupt())"
 LAST = "import os; leave = os._exit; os._exit = lambda code: [time.sleep(0.5), leave(code)]; "
+FULL_DISK = "processes.on_first(lambda: raising(OSError(28, 'No space left')))"
 BAD = "raising(InputError('x: bad: fix it'))"
+OWN_DISKS = """from moa_jax.training import checkpoint; from tests.train.toy_run import toy_config;
+checkpoint.place, checkpoint.SHARED_TIMEOUT_S = lambda path: Path(path) / str(args.process), 0.5;
+checkpoint.check_directory(toy_config(here))""".replace("\n", " ")
+NOT_SHARED = "run.directory .*: processes 1 of 2 do not see the files of process 0; name a folder"
 HAS_NO_FILE = (2, f"toy: {NO_FILE}", f"toy: process 0: {NO_FILE}")
 ENDS = {  # what both do, the code of both, and what the lines of both hold
     "on the first": (f"time.sleep(1); {MISSING}", MISSING, *HAS_NO_FILE),
     "path": ("Path('missing/file').read_text()", WAIT, *HAS_NO_FILE),
     "a fault": (WAIT, "raising(ValueError('ours'))", 1, "1: ValueError: ours", "ValueError: ours"),
     "refused": (WAIT, BAD, 2, "process 1: x: bad", "x: bad"),
+    "own disks": (OWN_DISKS, OWN_DISKS, 2, NOT_SHARED, NOT_SHARED),
+    "may pass": (FULL_DISK, FULL_DISK, 75, "make room", "make room"),
     "interrupted": (WAIT, "raising(KeyboardInterrupt())", 130, "process 1: int", "interrupted"),
     "after the other's end": (BAD, "pass", 2, "x: bad", "process 0: x: bad"),
     "interrupted again while the other is busy": (AGAIN, BUSY.format(3), 130),

@@ -28,7 +28,7 @@ from moa_jax.errors import InputError
 from moa_jax.training import checkpoint
 from moa_jax.training.checkpoint import Checkpoints
 from moa_jax.training.fingerprint import changes
-from tests.meeting import free_port
+from tests.meeting import free_port, wait_for
 from tests.model_folders import refusal
 from tests.train.test_training import changed, distill_config
 from tests.train.toy_run import final_state, placed_batch, steps_of, toy_config, toy_job
@@ -112,7 +112,7 @@ def test_a_terminated_run_saves_and_exits(tmp_path):
         wait_for_update(process, 3)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
-        assert process.returncode == 0
+        assert process.returncode == 75
     assert_stopped_by("SIGTERM", tmp_path, err)
 
 
@@ -124,9 +124,30 @@ def test_of_two_processes_both_stop_when_one_is_terminated(tmp_path):
         wait_for_update(second, 3)
         second.send_signal(signal.SIGTERM)
         (_, err), (_, silent) = (process.communicate(timeout=60) for process in (first, second))
-        assert (first.returncode, second.returncode) == (0, 0)
+        assert (first.returncode, second.returncode) == (75, 75)
     assert_stopped_by("a preemption", tmp_path, err)
     assert "stopped" not in silent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_hangs_ends_after_a_signal_and_keeps_its_checkpoint(
+    processes, tmp_path, monkeypatch
+):
+    """Process 0 hangs before update 6; process 1 gets the signal and waits in a collective."""
+    monkeypatch.setenv("TOY_STOP_TIMEOUT", "1")
+    flags = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"]
+    with contextlib.ExitStack() as stack:
+        start = lambda *more, **named: stack.enter_context(running(tmp_path, *more, **named))
+        each = [start(*[*flags, "0"] * (processes > 1), updates=6)]
+        each += [start(*flags, str(index)) for index in range(1, processes)]
+        wait_for_update(each[0], 5)
+        wait_for((tmp_path / "run/checkpoints/4").exists)
+        each[-1].send_signal(signal.SIGTERM)
+        ends = [process.communicate(timeout=60)[1] for process in each]
+        assert [process.returncode for process in each] == [75] * processes, ends
+    assert all("the run has not stopped 1 s after a signal" in err for err in ends)
+    assert final_state(tmp_path)[0] == 4
 
 
 def test_stopped_at_an_uneven_step_it_resumes_to_the_same_bits(whole, tmp_path):

@@ -313,6 +313,8 @@ def test_a_tilde_is_the_folder_of_the_user(settings_file, monkeypatch, tmp_path)
     config = load_config(settings_file, DistillConfig, flags)
     found = (config.output, config.run.directory, config.data.cache)
     assert found == tuple(str(tmp_path / name) for name in ("drafter", "run", "cache"))
+    config = load_config(settings_file, DistillConfig, ["--run.directory", "run"])
+    assert config.run.directory == str(Path("run").absolute())  # compared between processes
 
 
 TINY = str(ROOT / "configs" / "tiny.py")

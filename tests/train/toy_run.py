@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from infer.cli.flags import cluster
-from infer.cli.program import run
+from infer.cli.program import TRY_AGAIN, run
 from moa_jax.config import (
     BlockConfig,
     DataConfig,
@@ -35,6 +35,7 @@ from moa_jax.drafters.losses import next_token_loss
 from moa_jax.training.checkpoint import Checkpoints
 from moa_jax.training.optim import optimizer
 from moa_jax.training.update import abstract, init_state, make_update
+from train.run import stop
 from train.run.loop import TrainJob, fit
 from train.run.settings import config_parser, parse_config
 
@@ -142,7 +143,7 @@ def printed_batch(step: int) -> Batch:
 _num_batches = 0
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int | None:
     parser = config_parser("tests.train.toy_run", __doc__)
     cluster.add_flags(parser)
     folder, *flags = sys.argv[1:] if arguments is None else arguments
@@ -152,8 +153,10 @@ def main(arguments: list[str] | None = None) -> None:
         encoding="utf-8",
     )
     config, args = parse_config(parser, PretrainConfig, ["--config", str(settings), *flags])
+    stop.STOP_TIMEOUT_S = float(os.environ.get("TOY_STOP_TIMEOUT", stop.STOP_TIMEOUT_S))
     with cluster.joined(args, parser.prog):
-        fit(toy_job(config, batch=printed_batch), frozen=None)
+        finished = fit(toy_job(config, batch=printed_batch), frozen=None) is not None
+    return None if finished else TRY_AGAIN
 
 
 if __name__ == "__main__":

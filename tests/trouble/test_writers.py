@@ -238,7 +238,7 @@ def test_a_picture_stays_with_its_link_and_mode(run, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full_disk)
-    line = run("train.plot", tmp_path, "--output", link).refusal()
+    line = run("train.plot", tmp_path, "--output", link).refusal(75)
     assert "No space left on device" in line and picture.read_bytes() == drawn
     assert [path.name for path in picture.parent.iterdir()] == ["curves.png"]
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from moa_jax.errors import InputError, first_line
+from moa_jax.errors import InputError, TemporaryError, first_line
 
 RETRYABLE = (408, 425, 429)  # in addition to all statuses from 500 on
 OF_THE_PROMPT = (400, 413, 422)  # faults of one prompt: other requests still succeed
@@ -69,7 +69,8 @@ class EndpointClient:
 
         Sends the request again after retryable failures. Status 429 uses up no try but the last
         while the server answers other requests. Raises PromptRefused for a refused prompt, and
-        InputError for other refusals, unusable replies, and TRIES failures in a row.
+        InputError for other refusals and unusable replies, and TemporaryError for TRIES failures
+        in a row.
         """
         method, tries, wait_s = "GET" if body is None else "POST", 1, FIRST_WAIT_S
         while True:
@@ -82,7 +83,7 @@ class EndpointClient:
                 reason = f"no answer ({first_line(error)})"
                 if "CERTIFICATE_VERIFY_FAILED" in reason:
                     line = f"{self.address}: its certificate is wrong ({first_line(error)}); set "
-                    raise InputError(f"{line}SSL_CERT_FILE to a file with its issuer") from error
+                    raise InputError(f"{line}SSL_CERT_FILE to a file with its issuer") from None
             else:
                 status, least_s = response.status_code, _retry_after_s(response)
                 reason = f"status {status}: {' '.join(response.text.split())[:MOST_SHOWN]}"
@@ -90,7 +91,7 @@ class EndpointClient:
                     self._num_replies += 1
                     return self._read(response, kind, reason)
             if tries == TRIES or self.stopping.is_set():
-                raise InputError(f"{self.address}: {reason}, {tries} times in a row")
+                raise TemporaryError(f"{self.address}: {reason}, {tries} times in a row")
             self._wait(reason, max(wait_s, least_s))
             if status != httpx.codes.TOO_MANY_REQUESTS or self._num_replies == before:
                 tries, wait_s = tries + 1, 2 * wait_s

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from infer.cli.flags.config_file import read_config, read_preset
 from infer.cli.program import Parser, local_path
 from moa_jax.errors import InputError
-from moa_jax.files.paths import place
+from moa_jax.files.paths import is_stored, place
 
 Config = TypeVar("Config")
 
@@ -64,7 +64,7 @@ def overridden(config: Config, settings: Iterable[tuple[str, str]]) -> Config:
 
 
 def expanded(config: Config, above: str = "") -> Config:
-    """A config with `~` expanded in all paths to write.
+    """A config with `~` expanded in all paths to write, and with an absolute `run.directory`.
 
     Raises InputError for a path that is a URL. `run.directory` alone may be in an object store.
     """
@@ -76,17 +76,16 @@ def expanded(config: Config, above: str = "") -> Config:
         elif field.name == "cells":  # of a grid
             found["cells"] = tuple((cell, expanded(each, f"{cell}: ")) for cell, each in value)
         elif field.name in WRITTEN and value is not None:
-            _check_written(value, name)
-            found[field.name] = os.path.expanduser(value)
+            found[field.name] = _written(value, name)
     return dataclasses.replace(config, **found)
 
 
-def _check_written(path: str, name: str) -> None:
+def _written(path: str, name: str) -> str:
     if name.endswith("run.directory"):
-        place(path)
-        return
+        folder = place(path)
+        return path if is_stored(folder) else os.path.abspath(folder)
     try:
-        local_path(path)
+        return str(local_path(path))
     except argparse.ArgumentTypeError as error:
         raise InputError(f"{name}: {error}") from error
 

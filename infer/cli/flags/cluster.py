@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from infer.cli import streams
-from infer.cli.program import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, positive, refusal_of
-from moa_jax.errors import InputError, first_line
+from infer.cli.program import BROKEN_PIPE, INTERRUPTED, code_of, positive, refusal_of
+from moa_jax.errors import InputError, TemporaryError, first_line
 from moa_jax.runtime.multihost import ProcessGroup, check_same, ending_together, is_first, join
 from moa_jax.runtime.rendezvous import ProcessSpec
 from moa_jax.version import __version__
@@ -49,7 +49,7 @@ def joined(args: argparse.Namespace, program: str) -> Iterator[ProcessGroup]:
     """Connects to the other processes, if any, and ends with them if one fails.
 
     Must be entered before jax starts a backend. Raises InputError for flags that contradict each
-    other or are incomplete, and for processes that do not connect.
+    other or are incomplete, and TemporaryError for processes that do not connect.
     """
     stderr = sys.stderr  # `first_speaks` may redirect `sys.stderr` later
 
@@ -67,7 +67,7 @@ def joined(args: argparse.Namespace, program: str) -> Iterator[ProcessGroup]:
     except InputError:
         raise
     except (RuntimeError, ValueError) as error:
-        raise InputError(
+        raise TemporaryError(
             f"jax.distributed failed to start: {first_line(error)}; check that all processes run"
         ) from error
     _keep_stdout()
@@ -152,7 +152,7 @@ def _described(error: BaseException) -> tuple[str, int]:
     if isinstance(error, BrokenPipeError):
         return "stdout was closed", BROKEN_PIPE
     if line := refusal_of(error):
-        return line, BAD_INPUT
+        return line, code_of(error)
     with contextlib.suppress(OSError, ValueError):  # stderr was closed
         traceback.print_exception(error)
     return f"{type(error).__name__}: {first_line(error)}", 1
