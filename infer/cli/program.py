@@ -10,9 +10,10 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -275,6 +276,12 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
+class _Shown:
+    """The time of the newest line or bar of any progress, by `time.monotonic`."""
+
+    at_s = 0.0
+
+
 class Progress:
     """Progress of long work; this class is silent, its subclasses write to stderr."""
 
@@ -306,6 +313,7 @@ class _Bar(Progress):
         )
 
     def step(self, count: int = 1) -> None:
+        _Shown.at_s = time.monotonic()
         self._bar.update(count)
 
     def note(self, figures: Mapping[str, object]) -> None:
@@ -342,14 +350,14 @@ class _Lines(Progress):
         self._show()
 
     def _show(self) -> None:
-        self._shown = time.monotonic()
+        self._shown = _Shown.at_s = time.monotonic()
         count = f"{self._done}/{self._total}" if self._total else f"{self._done}"
         elapsed, done = self._shown - self._began, self._done - self._initial
         parts = [f"{self._label} {count}", f"{elapsed:.0f} s"]
         if done and elapsed:
             parts.append(f"{done / elapsed:.3g}/s")
             if self._total and self._done < self._total:
-                parts.append(f"{(self._total - self._done) * elapsed / done:.0f} s left")
+                parts.append(f"{duration((self._total - self._done) * elapsed / done)} left")
         self.line(", ".join(parts + _pairs(self._figures)))
 
 
@@ -358,6 +366,46 @@ def progress(total: int | None, label: str, *, initial: int = 0, quiet: bool = F
     if quiet:
         return Progress()
     return (_Bar if sys.stderr.isatty() else _Lines)(total, label, initial)
+
+
+@contextlib.contextmanager
+def stage(label: str, *, quiet: bool = False) -> Iterator[None]:
+    """Prints `label` and the elapsed time after every ten seconds of the block without a line."""
+    began, ended = time.monotonic(), threading.Event()
+
+    def watch() -> None:
+        silent_s = 0.0
+        while not ended.wait(SECONDS_BETWEEN_LINES - silent_s):
+            now = time.monotonic()
+            silent_s = now - max(began, _Shown.at_s)
+            if silent_s >= SECONDS_BETWEEN_LINES:
+                _print_between_bars(f"{label}, {duration(now - began)}")
+                _Shown.at_s, silent_s = now, 0.0
+
+    if quiet:
+        yield
+        return
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _print_between_bars(text: str) -> None:
+    """Prints a line on stderr from any thread; a stream that is closed or full ends no work."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr.isatty():
+            tqdm.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """A time as `90 s`, or as `2.5 h` from an hour on."""
+    return f"{seconds:.0f} s" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
 def _pairs(figures: Mapping[str, object]) -> list[str]:

@@ -33,6 +33,7 @@ import orbax.checkpoint as ocp
 from moa_jax.config import DistillConfig, PretrainConfig
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.paths import check_folder, files_below, is_stored, lock, place
+from moa_jax.runtime.memory import num_bytes_of
 from moa_jax.runtime.multihost import is_first, on_first
 from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.update import Params, TrainState
@@ -137,9 +138,10 @@ class Checkpoints:
         with self._disk_faults_in_one_line():
             self._manager.save(step, args=items, force=True)
 
-    def rate(self, step: int, tau: float) -> None:
-        """Records the tau of a step; the checkpoint with the highest tau is kept."""
-        self._taus[step] = tau
+    def rate(self, taus: Mapping[int, float]) -> None:
+        """Replaces the taus by step; the checkpoint with the highest tau is kept."""
+        self._taus.clear()
+        self._taus.update(taus)
 
     def check(self) -> None:
         """Raises InputError if a save has failed; does not wait."""
@@ -206,11 +208,11 @@ class Checkpoints:
         )
 
 
-def check_directory(config: Config) -> None:
-    """Raises InputError for a run directory that is in use or belongs to another run.
+def check_directory(config: Config, abstract: TrainState) -> None:
+    """Raises InputError for a run directory that is in use, belongs to another run or is too small.
 
-    All processes must call this together, before a run is loaded. The lock is released again:
-    `Checkpoints` repeats the check.
+    `abstract` has the shapes of a saved state. All processes must call this together, before a run
+    is loaded. The lock is released again: `Checkpoints` repeats the check.
     """
 
     def check() -> None:
@@ -222,8 +224,24 @@ def check_directory(config: Config) -> None:
                     pass
         if newest := newest_of(_folder_of(config)):
             _check_same_run(newest, config)
+        if not is_stored(directory):
+            _check_disk(config, directory, OVERHEAD + num_bytes_of(abstract))
 
     on_first(check)
+
+
+def _check_disk(config: Config, directory: Path, size: int) -> None:
+    """Raises InputError without room for all checkpoints that the run holds at one time."""
+    most = config.run.keep_checkpoints + 2  # the newest, the best, and one that is being written
+    count = max(most - len(steps_of(config)), 1)
+    existing = next(each for each in (directory, *directory.absolute().parents) if each.exists())
+    disk = os.statvfs(existing)
+    if (free := disk.f_bavail * disk.f_frsize) < count * size:
+        raise InputError(
+            f"run.directory {directory}: its disk has {free / 1e6:.0f} MB free, and {count} "
+            f"checkpoints of the run take {count * size / 1e6:.0f} MB; make room, lower "
+            "run.keep_checkpoints, or name a folder on another disk"
+        )
 
 
 def steps_of(config: Config) -> list[int]:
