@@ -278,7 +278,7 @@ def main(arguments: list[str] | None = None) -> None:
     config, args = parse_config(parser, DistillConfig, arguments)
     if args.init_from is not None:
         config = dataclasses.replace(config, init_from=args.init_from)
-    with cluster.joined(args, parser.prog):
+    with cluster.joined(args, parser.prog), working_on("preparing the run"):
         distill(config, target_cache.flags_of(args))
 
 

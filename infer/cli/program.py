@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 from tqdm import tqdm
 
@@ -277,9 +277,10 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 class _Shown:
-    """The time of the newest line or bar of any progress, by `time.monotonic`."""
+    """State of stderr: when the newest progress was shown, and the stages that are not over."""
 
-    at_s = 0.0
+    at_s = 0.0  # by `time.monotonic`
+    stages: ClassVar[list[tuple[str, float]]] = []  # label and start, outermost first
 
 
 class Progress:
@@ -370,28 +371,38 @@ def progress(total: int | None, label: str, *, initial: int = 0, quiet: bool = F
 
 @contextlib.contextmanager
 def stage(label: str, *, quiet: bool = False) -> Iterator[None]:
-    """Prints `label` and the elapsed time after every ten seconds of the block without a line."""
-    began, ended = time.monotonic(), threading.Event()
+    """Prints `label` and its elapsed time after every ten seconds of the block without a line.
 
-    def watch() -> None:
-        silent_s = 0.0
-        while not ended.wait(SECONDS_BETWEEN_LINES - silent_s):
-            now = time.monotonic()
-            silent_s = now - max(began, _Shown.at_s)
-            if silent_s >= SECONDS_BETWEEN_LINES:
-                _print_between_bars(f"{label}, {duration(now - began)}")
-                _Shown.at_s, silent_s = now, 0.0
-
+    A stage may contain others, whose labels are printed while they last: silence counts from the
+    start of the outermost stage.
+    """
     if quiet:
         yield
         return
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
+    began, ended = time.monotonic(), threading.Event()
+    _Shown.stages.append((label, began))
+    watch = threading.Thread(target=_print_stages, args=(began, ended), daemon=True)
+    if is_outermost := len(_Shown.stages) == 1:
+        watch.start()
     try:
         yield
     finally:
-        ended.set()
-        thread.join()
+        _Shown.stages.pop()
+        if is_outermost:
+            ended.set()
+            watch.join()
+
+
+def _print_stages(began: float, ended: threading.Event) -> None:
+    """Prints the innermost stage after every ten seconds since `began` without a line."""
+    silent_s = 0.0
+    while not ended.wait(SECONDS_BETWEEN_LINES - silent_s):
+        now = time.monotonic()
+        silent_s = now - max(began, _Shown.at_s)
+        if silent_s >= SECONDS_BETWEEN_LINES and (stages := _Shown.stages[-1:]):
+            ((label, since),) = stages
+            _print_between_bars(f"{label}, {duration(now - since)}")
+            _Shown.at_s, silent_s = now, 0.0
 
 
 def _print_between_bars(text: str) -> None:

@@ -64,7 +64,8 @@ def fit(job: TrainJob, frozen: Any) -> Params | None:
             state = restored or job.start()
             begun = done = int(state.step)
         facts = (job.flops_per_token, job.steps_per_epoch, job.layout)
-        with RunLogger(config, done if restored else None, *facts) as watch:
+        logger = RunLogger(config, done if restored else None, *facts)
+        with logger as watch, working_on("training"):
             checkpoints.rate(watch.ratings())
             stopped = stop.reached(done)
             if not stopped:  # an earlier run may have ended between a save and its evaluation
