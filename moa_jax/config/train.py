@@ -273,7 +273,7 @@ class GridConfig:
     """`train.grid`: drafters trained under equal conditions and compared on the same prompts.
 
     Every cell is trained with each learning rate and seed, and is represented by the rate with the
-    highest simulated tau. Without learning rates each cell keeps the rate of its own config, for
+    highest `simulated_tau`. Without learning rates each cell keeps the rate of its own config, for
     example the best rate of a shorter grid. All cells have one target.
     """
 

@@ -232,8 +232,10 @@ def check_directory(config: Config, abstract: TrainState) -> None:
 
 def _check_disk(config: Config, directory: Path, size: int) -> None:
     """Raises InputError without room for all checkpoints that the run holds at one time."""
-    most = config.run.keep_checkpoints + 2  # the newest, the best, and one that is being written
-    count = max(most - len(steps_of(config)), 1)
+    steps, run = steps_of(config), config.run
+    to_come = -(-(config.optim.total_steps - max(steps, default=0)) // run.save_every)
+    most = run.keep_checkpoints + 2  # the newest, the best, and one that is being written
+    count = min(max(most - len(steps), 1), to_come)
     existing = next(each for each in (directory, *directory.absolute().parents) if each.exists())
     disk = os.statvfs(existing)
     if (free := disk.f_bavail * disk.f_frsize) < count * size:

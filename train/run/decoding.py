@@ -48,16 +48,24 @@ def decoding_share(config: DistillConfig, target: TargetConfig, mesh: Mesh) -> f
 
 
 def with_decode_prompts(
-    config: DistillConfig, target: TargetConfig, program: TrainStep, mesh: Mesh
+    config: DistillConfig,
+    target: TargetConfig,
+    program: TrainStep,
+    mesh: Mesh,
+    memory: int | None = None,
 ) -> tuple[DistillConfig, str]:
     """The config with a number as `run.decode_prompts`, and a line on that number, "" if set.
 
     None becomes AUTO_PROMPTS if decoding takes at most AUTO_SHARE of the time and its copy of the
-    target fits beside the target and the state of the training step, else 0.
+    target fits beside the target and the state of the training step, else 0. `memory` is the memory
+    of a device in bytes, None for the limit that the device reports.
     """
     if config.run.decode_prompts is not None:
         return config, ""
-    share, fits = decoding_share(config, target, mesh), _copy_fits(config, target, program, mesh)
+    share = decoding_share(config, target, mesh)
+    limit = memory or (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
+    needed = _bytes_on_device(target, program, mesh, config.run.dtype)
+    fits = limit is None or needed <= AUTO_MEMORY * limit
     count = AUTO_PROMPTS if share <= AUTO_SHARE and fits else 0
     cost = f"about {share:.1%} of the time at most" if fits else "more memory than a device has"
     line = f"run.decode_prompts is {count}: decoding {AUTO_PROMPTS} prompts would take {cost}"
@@ -67,16 +75,13 @@ def with_decode_prompts(
     return dataclasses.replace(config, run=run), line
 
 
-def _copy_fits(config: DistillConfig, target: TargetConfig, program: TrainStep, mesh: Mesh) -> bool:
-    """Whether a device has room for decoding; True for devices that do not report their memory."""
-    limit = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
-    if limit is None:
-        return True
-    frozen, state = abstract_frozen(target, config.run.dtype), program.abstract_state()
+def _bytes_on_device(target: TargetConfig, program: TrainStep, mesh: Mesh, dtype: str) -> float:
+    """Bytes of the training state, the target and the copy of the target for decoding."""
+    frozen, state = abstract_frozen(target, dtype), program.abstract_state()
     pairs = [*zip(*map(jax.tree.leaves, (frozen, program.frozen_sharding)), strict=True)]
     pairs += [(leaf, leaf.sharding) for leaf in jax.tree.leaves(state)]
     held = sum(math.prod(at.shard_shape(x.shape)) * x.dtype.itemsize for x, at in pairs)
-    return held + num_bytes_of(frozen) / _tensor(mesh, target) <= AUTO_MEMORY * limit
+    return held + num_bytes_of(frozen) / _tensor(mesh, target)
 
 
 def prompts_to_decode(

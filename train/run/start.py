@@ -36,8 +36,8 @@ def check_data(data: DataConfig) -> str | None:
         return None
     name = min(both) + (f" and {len(both) - 1} more" if len(both) > 1 else "")
     return (
-        f"validation reads training data ({name}): its figures do not show how the drafter does "
-        "on other text; set data.validation to records that are held out"
+        f"validation reads training data ({name}): its figures do not show the quality on other "
+        "text; set data.validation to records that are held out"
     )
 
 
