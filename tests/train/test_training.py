@@ -35,8 +35,8 @@ from moa_jax.config import (
     RunConfig,
     TargetConfig,
 )
-from moa_jax.data.batch import Batch
 from moa_jax.data import batches
+from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches
 from moa_jax.decode.draft_vocabulary import FILE as VOCABULARY
 from moa_jax.drafters.losses import next_token_loss

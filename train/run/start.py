@@ -49,15 +49,16 @@ def _files(data: DataConfig, split: str) -> list[str]:
     for path in getattr(data, split):
         try:
             files = sources.files_of(path)
+            if path.startswith(("hub:", "tfds:")):  # its files do not name the split
+                found.append(path)
+                continue
             for file in files:
                 kind_of(file)
                 if not is_stored(file) and not os.access(file, os.R_OK):
                     raise InputError(f"{file} cannot be read; change its permissions")
         except InputError as error:
             raise InputError(f"data.{split}: {error}") from error
-        of_package = path.startswith(("hub:", "tfds:"))  # a split is not known by its files
-        names = [str(file if is_stored(file) else file.resolve()) for file in files]
-        found += [path] if of_package else names
+        found += [str(file if is_stored(file) else file.resolve()) for file in files]
     return found
 
 
