@@ -64,10 +64,10 @@ def with_decode_prompts(
         return config, ""
     share = decoding_share(config, target, mesh)
     limit = memory or (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
-    needed = _bytes_on_device(target, program, mesh, config.run.dtype)
-    fits = limit is None or needed <= AUTO_MEMORY * limit
+    dtype = config.run.dtype
+    fits = limit is None or _needed_bytes(target, program, mesh, dtype) <= AUTO_MEMORY * limit
     count = AUTO_PROMPTS if share <= AUTO_SHARE and fits else 0
-    cost = f"about {share:.1%} of the time at most" if fits else "more memory than a device has"
+    cost = f"up to {min(share, 1):.1%} of the time" if fits else "more memory than a device has"
     line = f"run.decode_prompts is {count}: decoding {AUTO_PROMPTS} prompts would take {cost}"
     if not count:
         line += "; the best checkpoint is chosen by simulated_tau"
@@ -75,8 +75,8 @@ def with_decode_prompts(
     return dataclasses.replace(config, run=run), line
 
 
-def _bytes_on_device(target: TargetConfig, program: TrainStep, mesh: Mesh, dtype: str) -> float:
-    """Bytes of the training state, the target and the copy of the target for decoding."""
+def _needed_bytes(target: TargetConfig, program: TrainStep, mesh: Mesh, dtype: str) -> float:
+    """Bytes per device of the training state, the target and its copy for decoding."""
     frozen, state = abstract_frozen(target, dtype), program.abstract_state()
     pairs = [*zip(*map(jax.tree.leaves, (frozen, program.frozen_sharding)), strict=True)]
     pairs += [(leaf, leaf.sharding) for leaf in jax.tree.leaves(state)]
