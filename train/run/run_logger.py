@@ -144,10 +144,10 @@ class RunLogger:
             self._bar.note(self._figures | self._newest())
         self._meter.pause()
 
-    def _timed(self, step: int, kind: str, figures: Record) -> None:
-        """Writes a record of speed.jsonl with the time and the number of restarts."""
+    def _timed(self, step: int, kind: str, figures: Record) -> Record:
+        """Writes and returns a record of speed.jsonl with the time and the number of restarts."""
         when = {"time": time.time(), "restarts": self._restarts}
-        self._speed.write(step, kind, when | figures)
+        return self._speed.write(step, kind, when | figures)
 
     def _newest(self) -> dict[str, str]:
         """The newest value of each tau with its step, as the progress line shows them."""
