@@ -279,9 +279,8 @@ def test_refused_before_the_target_is_loaded(small_target, distilled, monkeypatc
     assert f"validation reads training data ({CONVERSATIONS})" in capsys.readouterr().err
 
 
-def test_prompts_are_decoded_where_that_takes_little_time_and_memory():
-    config = load_config(str(ROOT / "configs" / "moa_llama3_8b.py"), DistillConfig, [])
-    target = SHAPES[config.target]
+def test_prompts_are_decoded_where_that_takes_little_time_and_memory(tmp_path):
+    config, target = distill_config(tmp_path, tmp_path), pretrain_config(tmp_path).target
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     step = make_train_step(config, target, mesh)
 
@@ -291,8 +290,8 @@ def test_prompts_are_decoded_where_that_takes_little_time_and_memory():
         )
         return chosen[0].run.decode_prompts, "run.decode_prompts is" in chosen[1]
 
-    assert count(1e12) == (8, True)
-    assert count(40e9) == count(1e12, run_save_every=2) == (0, True)
+    assert count(1e12, run_save_every=5000) == (8, True)
+    assert count(1e12) == count(1e5, run_save_every=5000) == (0, True)
     assert count(1e12, run_decode_prompts=3) == (3, False)
 
 
@@ -300,7 +299,7 @@ def test_prompts_are_decoded_where_that_takes_little_time_and_memory():
 def test_the_logged_learning_rate_is_that_of_the_update(warmup, decay):
     optim = dataclasses.replace(OPTIM, warmup_steps=warmup, decay_steps=decay)
     for step in range(15):
-        assert rate_of_update(optim, step) == pytest.approx(schedule(optim)(step), abs=1e-9)
+        assert rate_of_update(optim, step) == pytest.approx(float(schedule(optim)(step)))
 
 
 # ---- settings -----------------------------------------------------------------------------
