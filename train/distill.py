@@ -80,7 +80,8 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     multihost.on_first(lambda: check_replaceable(Path(config.output)))
     with working_on("loading the first weights"):
         warm = warm_params(config, described, program.abstract_state())
-    tokenizer = load_tokenizer(described.folder)
+    with working_on("loading the tokenizer"):
+        tokenizer = load_tokenizer(described.folder)
     vocab_size = described.config.vocab_size
     watch = progress if multihost.is_first() else None
     load = functools.partial(batches.load, config.data, tokenizer, vocab_size, watch=watch)
