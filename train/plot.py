@@ -35,8 +35,8 @@ MARKED = {"marker": "o", "markersize": 3.0}
 DECODED = {"marker": "x", "linestyle": "--"}
 # Title and curves per panel.
 PANELS = (
-    ("loss", (Curve("train", "loss", NOISY, ""), Curve("eval", "loss", MARKED, "held out"))),
-    ("KL", (Curve("train", "kl", NOISY, ""), Curve("eval", "kl", MARKED, "held out"))),
+    ("loss", (Curve("train", "loss", NOISY, ""), Curve("eval", "loss", MARKED, "validation"))),
+    ("KL", (Curve("train", "kl", NOISY, ""), Curve("eval", "kl", MARKED, "validation"))),
     (
         "tau",
         (
