@@ -42,7 +42,7 @@ from infer.bench.suites import Question
 from infer.cli.documents import until_cut
 from infer.cli.flags.pair import add_cache_flag, add_draft_flags, add_pair_flags
 from infer.cli.flags.sampling import add_sampling_flags
-from infer.cli.program import Parser, local_path, names, positive, progress, run
+from infer.cli.program import Parser, local_path, names, positive, progress, run, stage
 from moa_jax.data import chat
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.errors import InputError
@@ -68,7 +68,8 @@ def main(arguments: list[str] | None = None) -> int | None:
         raise InputError("--sources chooses among --conversations; leave it out, or name them")
     if args.output is not None:
         _check_output(args.output)
-    return _evaluate(args)
+    with stage("preparing the evaluation"):
+        return _evaluate(args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,7 +102,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _evaluate(args: argparse.Namespace) -> int:
     questions = _questions(args)
-    target, candidates = load_candidates(args)
+    with stage("loading the models"):
+        target, candidates = load_candidates(args)
     runner = runner_of(args, target, load_tokenizer(target.folder), candidates)
     settings = _settings(args, runner, questions)
     folder = args.output or _default_output(args.suite, settings)
@@ -159,7 +161,8 @@ def ask_all(
 ) -> None:
     """Runs all unanswered questions; each answer is stored before the next question runs."""
     done = sum(kept.has(question) for question in questions)
-    with progress(len(questions), "questions", initial=done) as bar:
+    waiting = stage("answering a question; the first one compiles the programs")
+    with waiting, progress(len(questions), "questions", initial=done) as bar:
         for index, question in enumerate(questions):
             if not kept.has(question):
                 kept.add(question, runner.ask(question, index))

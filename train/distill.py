@@ -12,6 +12,7 @@ another run holds the lock.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,10 +51,11 @@ from moa_jax.training.target_cache import rows_hash
 from moa_jax.training.update import Params, TrainState
 from moa_jax.version import __version__
 from train.run import target_cache
-from train.run.decoding import make_decode, prompts_to_decode
+from train.run.decoding import make_decode, prompts_to_decode, with_decode_prompts
 from train.run.draft_vocabulary import frequent_in
 from train.run.loop import Figures, TrainJob, check, fit
 from train.run.settings import config_parser, parse_config
+from train.run.start import check_data, layout, working_on
 from train.run.target_cache import CacheFlags, ReadParts, build_cache, open_cache
 from train.run.warm_start import start_hash, warm_params
 
@@ -71,40 +73,49 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     config = with_vocabulary(config, described)
     program = make_train_step(config, described.config, mesh)
     check(config)
+    config, decoding = with_decode_prompts(config, described.config, program, mesh)
+    notices = (*described.notices, warn_unused_feature_loss(config), check_data(config.data))
     if multihost.is_first():
-        for line in (*described.notices, *filter(None, [warn_unused_feature_loss(config)])):
+        for line in filter(None, (*notices, decoding)):
             print(f"train.distill: {line}", file=sys.stderr)
-    check_directory(config)
+    check_directory(config, program.abstract_state())
     multihost.on_first(lambda: check_replaceable(Path(config.output)))
-    warm = warm_params(config, described, program.abstract_state())
-    tokenizer = load_tokenizer(described.folder)
+    with working_on("loading the first weights"):
+        warm = warm_params(config, described, program.abstract_state())
+    with working_on("loading the tokenizer"):
+        tokenizer = load_tokenizer(described.folder)
     vocab_size = described.config.vocab_size
     watch = progress if multihost.is_first() else None
-    train, report = batches.load(config.data, tokenizer, vocab_size, "train", watch)
-    validation, validation_report = batches.load(
-        config.data, tokenizer, vocab_size, "validation", watch
-    )
+    load = functools.partial(batches.load, config.data, tokenizer, vocab_size, watch=watch)
+    with working_on("tokenising"):  # the larger split last: a fault of the other is found first
+        validation, validation_report = load("validation")
+        train, report = load("train")
     if multihost.is_first():
         print(f"data: {report}\nvalidation: {validation_report}", file=sys.stderr)
-    facts = _facts(config, described, tokenizer, train, validation)
-    if facts:  # several processes
-        facts |= {"target over fsdp": program.target_place, "first weights": start_hash(config)}
-    multihost.check_same(facts, "run")
-    prompts = prompts_to_decode(config, described, validation)
+    with working_on("comparing the processes: target, data and settings"):
+        facts = _facts(config, described, tokenizer, train, validation)
+        if facts:  # several processes
+            facts |= {"target over fsdp": program.target_place, "first weights": start_hash(config)}
+            facts |= {"decode_prompts": config.run.decode_prompts}
+        multihost.check_same(facts, "run")
+    prompts = prompts_to_decode(config, described, validation, required=not decoding)
     cache = None if flags is None else open_cache(flags, config, described, train)
     dtype = jnp.dtype(config.run.dtype)
-    target = load_target(config.target, dtype, layers="stacked", sharding=program.frozen_at)
+    with working_on("loading the target"):
+        target = load_target(config.target, dtype, layers="stacked", sharding=program.frozen_at)
     with jax.set_mesh(mesh):
         kept = cache and build_cache(cache, flags, config, target, train, mesh)
         decode = make_decode(config, target, prompts, mesh) if prompts else None
         data, rest = (train, validation), {"kept": kept, "warm": warm, "decode": decode}
+        rest["layout"] = layout(mesh.devices.flat, mesh, program.target_place)
         params = fit(_job(config, program, target, *data, **rest), target.params)
         if params is None:  # a signal stopped the run
             return False
         params = multihost.gathered(params)
     if multihost.is_first():
         size = config.draft_vocabulary
-        save(config, params, target, None if size is None else frequent_in(train, size, target))
+        with working_on("writing the drafter"):
+            save(config, params, target, None if size is None else frequent_in(train, size, target))
     return True
 
 
@@ -183,6 +194,7 @@ def _job(
     kept: ReadParts | None,
     warm: Params | None,
     decode: Callable[[Params], Figures] | None,
+    layout: str,
 ) -> TrainJob:
     key = jax.random.key(config.run.seed)
     shardings = (program.state_sharding, None)
@@ -202,6 +214,8 @@ def _job(
         data=batches.facts_of(train),
         decode=decode,
         flops_per_token=model_flops_per_token(config, target.config, cached=kept is not None),
+        steps_per_epoch=len(train),
+        layout=layout,
     )
 
 
@@ -267,7 +281,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     config, args = parse_config(parser, DistillConfig, arguments)
     if args.init_from is not None:
         config = dataclasses.replace(config, init_from=args.init_from)
-    with cluster.joined(args, parser.prog):
+    with cluster.joined(args, parser.prog), working_on("preparing the run"):
         finished = distill(config, target_cache.flags_of(args))
     return None if finished else TRY_AGAIN
 

@@ -1,7 +1,8 @@
-"""Exports a checkpoint as a drafter's folder: the best by simulated tau, the newest, or a step.
+"""Exports a checkpoint as a drafter's folder: the best, the newest, or a step.
 
     python -m train.export --config configs/tiny.py --checkpoint best
 
+The best has the highest decoded tau, or `simulated_tau` if the run decodes no prompts.
 Config file and dotted flags must be those of the train.distill run, which may still be running.
 `--draft` accepts the folder; a finished run already has the folder of its last step. A
 `draft_vocabulary` of the config is counted again from the training data.
@@ -27,7 +28,7 @@ from moa_jax.model import sharding
 from moa_jax.pretrained import Target, describe_target
 from moa_jax.training.checkpoint import read_state, steps_of
 from moa_jax.training.distillation import make_train_step
-from moa_jax.training.metrics import read_records
+from moa_jax.training.metrics import ratings, read_records
 from train.distill import save, with_vocabulary
 from train.run.draft_vocabulary import frequent_in
 from train.run.loop import check_output
@@ -74,7 +75,7 @@ def step_of(config: DistillConfig, checkpoint: str) -> int:
         raise InputError(f"{config.run.directory}: no checkpoint yet; train, or name another run")
     if checkpoint == "newest":
         return steps[-1]
-    taus = taus_of(config)
+    _, taus = ratings_of(config)
     rated = [step for step in steps if step in taus]
     if not rated:
         raise InputError(
@@ -83,10 +84,9 @@ def step_of(config: DistillConfig, checkpoint: str) -> int:
     return max(rated, key=lambda step: (taus[step], step))
 
 
-def taus_of(config: DistillConfig) -> dict[int, float]:
-    """Simulated tau by step, for the steps that the run has evaluated."""
-    records = read_records(place(config.run.directory) / "metrics.jsonl")
-    return {each["step"]: each["simulated_tau"] for each in records if "simulated_tau" in each}
+def ratings_of(config: DistillConfig) -> tuple[str, dict[int, float]]:
+    """The field that rates the run's checkpoints, and its values by step, as `ratings`."""
+    return ratings(read_records(place(config.run.directory) / "metrics.jsonl"))
 
 
 def _beside(config: DistillConfig, step: int) -> Path:
@@ -106,8 +106,8 @@ def main(arguments: list[str] | None = None) -> None:
     step = step_of(config, args.checkpoint)
     folder = args.output or _beside(config, step)
     export(dataclasses.replace(config, output=str(folder)), step)
-    tau = taus_of(config).get(step)
-    rated = "not evaluated" if tau is None else f"simulated tau {tau:.3f}"
+    name, taus = ratings_of(config)
+    rated = f"{name} {taus[step]:.3f}" if step in taus else "not evaluated"
     print(f"step {step}, {rated}: {folder}", file=sys.stderr)
 
 

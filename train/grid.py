@@ -10,7 +10,7 @@ reach the limit. Folders of runs that another machine finished may be copied int
 
 GRID/CELL-lrRATE-seedSEED/     the directory of a run
     drafter/                   the drafter of a finished run
-    finished.json              settings, data files and simulated tau; for the best learning rate
+    finished.json              settings, data files and simulated_tau; for the best learning rate
                                also tokens and rounds per prompt
 """
 
@@ -174,7 +174,7 @@ def finish(each: GridRun, **facts: Any) -> None:
 
 
 def rows_of(grid: GridConfig) -> list[Row]:
-    """One row per cell and seed with a finished run, at the rate of the best simulated tau.
+    """One row per cell and seed with a finished run, at the rate of the best `simulated_tau`.
 
     Raises InputError for a run that was trained with other settings or data.
     """

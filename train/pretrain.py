@@ -6,6 +6,7 @@ The same command resumes an interrupted run from its last checkpoint.
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,32 +32,37 @@ from moa_jax.training.optim import optimizer
 from moa_jax.training.update import abstract, init_state, make_update
 from train.run.loop import TrainJob, check, fit
 from train.run.settings import config_parser, parse_config
+from train.run.start import check_data, layout
 
 
 def pretrain(config: PretrainConfig) -> bool:
     """Trains a tokenizer if missing, then the target; returns False if a signal stopped the run."""
     check(config)
-    check_directory(config)
+    optim, tx, key = config.optim, optimizer(config.optim), jax.random.key(config.run.seed)
+    start = lambda: init_state(llama.init(config.target, key), tx)
+    shapes = abstract(jax.eval_shape(start), SingleDeviceSharding(jax.devices()[0]))
+    check_directory(config, shapes)
     check_replaceable(Path(config.output))
+    if line := check_data(config.data):
+        print(f"train.pretrain: {line}", file=sys.stderr)
     tokenizer = _tokenizer(config)
     vocab_size = config.target.vocab_size
-    train, report = batches.load(config.data, tokenizer, vocab_size, "train", progress)
-    validation, validation_report = batches.load(
-        config.data, tokenizer, vocab_size, "validation", progress
-    )
+    load = functools.partial(batches.load, config.data, tokenizer, vocab_size, watch=progress)
+    validation, validation_report = load("validation")
+    train, report = load("train")
     print(f"data: {report}\nvalidation: {validation_report}", file=sys.stderr)
     loss = lambda params, frozen, batch, key, progress: _loss(config, params, batch)
-    optim, tx, key = config.optim, optimizer(config.optim), jax.random.key(config.run.seed)
     update = make_update(loss, tx, config.run.seed, optim.total_steps, optim.accumulate)
-    start = lambda: init_state(llama.init(config.target, key), tx)
     job = TrainJob(
         config=config,
         start=start,
-        abstract=abstract(jax.eval_shape(start), SingleDeviceSharding(jax.devices()[0])),
+        abstract=shapes,
         batch=train.batch,
         update=jax.jit(update, donate_argnums=0),
         evaluate=_evaluation(config, validation),
         data=batches.facts_of(train),
+        steps_per_epoch=len(train),
+        layout=layout(jax.devices()[:1]),
     )
     params = fit(job, frozen=None)
     if params is None:

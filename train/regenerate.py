@@ -50,7 +50,16 @@ from infer.cli.flags.pair import (
 )
 from infer.cli.flags.sampling import add_law_flags, seed
 from infer.cli.flags.vocabulary import default_of
-from infer.cli.program import Parser, above_zero, local_path, names, positive, progress, run
+from infer.cli.program import (
+    Parser,
+    above_zero,
+    local_path,
+    names,
+    positive,
+    progress,
+    run,
+    stage,
+)
 from infer.http.auth import read_keys
 from moa_jax.config import Sampling
 from moa_jax.data import sources
@@ -140,7 +149,8 @@ def _answer(
         done = len(partial.over)
         raise InputError(f"{partial.path} holds {done} already; raise --limit or remove it")
     left = (Conversation(records[i][1], rules, i) for i in records if i not in partial.over)
-    with progress(len(records), "conversations", initial=len(partial.over)) as bar:
+    waiting = stage("answering, which compiles programs first")
+    with waiting, progress(len(records), "conversations", initial=len(partial.over)) as bar:
         try:
             answer_all(left, answers, partial, bar.step)
         except InputError as error:
@@ -180,10 +190,11 @@ def _check_lengths(args: argparse.Namespace, target: Target) -> None:
 @contextlib.contextmanager
 def _local(args: argparse.Namespace, rules: AnswerRules) -> Iterator[LocalAnswers]:
     """Answers of an engine on this machine, with a drafter if --draft is set."""
-    target, drafter = open_target(args.target, **target_options(args)), None
-    if args.draft is not None:
-        folder = None if args.draft == BUNDLED else args.draft
-        drafter = open_drafter(folder, target, weights=args.weights)
+    with stage("loading the target"):
+        target, drafter = open_target(args.target, **target_options(args)), None
+        if args.draft is not None:
+            folder = None if args.draft == BUNDLED else args.draft
+            drafter = open_drafter(folder, target, weights=args.weights)
     vocabulary = drafter and default_of(target, drafter, args.weights)
     engine = Engine(
         target,
@@ -195,7 +206,8 @@ def _local(args: argparse.Namespace, rules: AnswerRules) -> Iterator[LocalAnswer
         max_tokens=args.max_prompt + args.max_new_tokens,
     )
     stop_ids = () if args.ignore_stop else tuple(target.generation.eos_ids)
-    engine.start()
+    with stage("starting the engine, which compiles its programs"):
+        engine.start()
     with contextlib.closing(engine):
         yield LocalAnswers(engine, rules.tokenizer, args.max_new_tokens, stop_ids)
 
@@ -282,7 +294,9 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    regenerate(_parser().parse_args(arguments))
+    args = _parser().parse_args(arguments)
+    with stage("reading the target's config and the prompts"):
+        regenerate(args)
 
 
 if __name__ == "__main__":

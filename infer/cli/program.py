@@ -10,11 +10,12 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 from tqdm import tqdm
 
@@ -284,6 +285,13 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
+class _Shown:
+    """State of stderr: when the newest progress was shown, and the stages that are not over."""
+
+    at_s = 0.0  # by `time.monotonic`
+    stages: ClassVar[list[tuple[str, float]]] = []  # label and start, outermost first
+
+
 class Progress:
     """Progress of long work; this class is silent, its subclasses write to stderr."""
 
@@ -315,6 +323,7 @@ class _Bar(Progress):
         )
 
     def step(self, count: int = 1) -> None:
+        _Shown.at_s = time.monotonic()
         self._bar.update(count)
 
     def note(self, figures: Mapping[str, object]) -> None:
@@ -351,14 +360,14 @@ class _Lines(Progress):
         self._show()
 
     def _show(self) -> None:
-        self._shown = time.monotonic()
+        self._shown = _Shown.at_s = time.monotonic()
         count = f"{self._done}/{self._total}" if self._total else f"{self._done}"
         elapsed, done = self._shown - self._began, self._done - self._initial
         parts = [f"{self._label} {count}", f"{elapsed:.0f} s"]
         if done and elapsed:
             parts.append(f"{done / elapsed:.3g}/s")
             if self._total and self._done < self._total:
-                parts.append(f"{(self._total - self._done) * elapsed / done:.0f} s left")
+                parts.append(f"{duration((self._total - self._done) * elapsed / done)} left")
         self.line(", ".join(parts + _pairs(self._figures)))
 
 
@@ -367,6 +376,56 @@ def progress(total: int | None, label: str, *, initial: int = 0, quiet: bool = F
     if quiet:
         return Progress()
     return (_Bar if sys.stderr.isatty() else _Lines)(total, label, initial)
+
+
+@contextlib.contextmanager
+def stage(label: str, *, quiet: bool = False) -> Iterator[None]:
+    """Prints `label` and its elapsed time after every ten seconds of the block without a line.
+
+    A stage may contain others, whose labels are printed while they last: silence counts from the
+    start of the outermost stage.
+    """
+    if quiet:
+        yield
+        return
+    began, ended = time.monotonic(), threading.Event()
+    _Shown.stages.append((label, began))
+    watch = threading.Thread(target=_print_stages, args=(began, ended), daemon=True)
+    if is_outermost := len(_Shown.stages) == 1:
+        watch.start()
+    try:
+        yield
+    finally:
+        _Shown.stages.pop()
+        if is_outermost:
+            ended.set()
+            watch.join()
+
+
+def _print_stages(began: float, ended: threading.Event) -> None:
+    """Prints the innermost stage after every ten seconds since `began` without a line."""
+    silent_s = 0.0
+    while not ended.wait(SECONDS_BETWEEN_LINES - silent_s):
+        now = time.monotonic()
+        silent_s = now - max(began, _Shown.at_s)
+        if silent_s >= SECONDS_BETWEEN_LINES and (stages := _Shown.stages[-1:]):
+            ((label, since),) = stages
+            _print_between_bars(f"{label}, {duration(now - since)}")
+            _Shown.at_s, silent_s = now, 0.0
+
+
+def _print_between_bars(text: str) -> None:
+    """Prints a line on stderr from any thread; a stream that is closed or full ends no work."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr.isatty():
+            tqdm.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """A time as `90 s`, or as `2.5 h` from an hour on."""
+    return f"{seconds:.0f} s" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
 def _pairs(figures: Mapping[str, object]) -> list[str]:

@@ -212,9 +212,11 @@ class RunConfig:
     eval_every: int = 100
     eval_batches: int = 4
     save_every: int = 100
-    keep_checkpoints: int = 2  # newest checkpoints; the best by simulated tau is kept too
+    keep_checkpoints: int = 2  # newest checkpoints; the best by tau is kept too
     not_finite: Literal["stop", "skip"] = "stop"  # handling of a non-finite loss or gradient
-    decode_prompts: int = 0  # validation prompts decoded at each checkpoint, for the real tau
+    # Validation prompts decoded at each checkpoint; None is 8 where that takes at most 2 % of the
+    # time, else 0. The best checkpoint is chosen by `decoded_tau` if prompts are decoded.
+    decode_prompts: int | None = None
     tensorboard: bool = False  # in addition to metrics.jsonl; needs the extra `tensorboard`
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; weights stay float32
@@ -224,7 +226,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         at_least(1, self, "log_every", "eval_every", "eval_batches", "save_every")
         at_least(1, self, "keep_checkpoints")
-        at_least(0, self, "decode_prompts", "seed")
+        at_least(0, self, *["decode_prompts"] * (self.decode_prompts is not None), "seed")
         if self.seed >= 1 << 32:
             raise InputError(f"seed is {self.seed}; choose one below 2**32")
 
@@ -271,7 +273,7 @@ class GridConfig:
     """`train.grid`: drafters trained under equal conditions and compared on the same prompts.
 
     Every cell is trained with each learning rate and seed, and is represented by the rate with the
-    highest simulated tau. Without learning rates each cell keeps the rate of its own config, for
+    highest `simulated_tau`. Without learning rates each cell keeps the rate of its own config, for
     example the best rate of a shorter grid. All cells have one target.
     """
 

@@ -34,6 +34,7 @@ import orbax.checkpoint as ocp
 from moa_jax.config import DistillConfig, PretrainConfig
 from moa_jax.errors import InputError, TemporaryError, first_line
 from moa_jax.files.paths import check_folder, files_below, is_stored, lock, place
+from moa_jax.runtime.memory import num_bytes_of
 from moa_jax.runtime.multihost import count, is_first, on_first, processes_without
 from moa_jax.training.fingerprint import changes, fingerprint, listed
 from moa_jax.training.update import Params, TrainState
@@ -140,9 +141,10 @@ class Checkpoints:
         with self._disk_faults_in_one_line():
             self._manager.save(step, args=items, force=True)
 
-    def rate(self, step: int, tau: float) -> None:
-        """Records the tau of a step; the checkpoint with the highest tau is kept."""
-        self._taus[step] = tau
+    def rate(self, taus: Mapping[int, float]) -> None:
+        """Replaces the taus by step; the checkpoint with the highest tau is kept."""
+        self._taus.clear()
+        self._taus.update(taus)
 
     def check(self) -> None:
         """Raises InputError if a save has failed; does not wait."""
@@ -209,11 +211,11 @@ class Checkpoints:
         )
 
 
-def check_directory(config: Config) -> None:
-    """Raises InputError for a run directory that is in use, of another run, or not shared.
+def check_directory(config: Config, abstract: TrainState) -> None:
+    """Raises InputError for a run directory that is in use, of another run, small or not shared.
 
-    All processes must call this together, before a run is loaded. The lock is released again:
-    `Checkpoints` repeats the check.
+    `abstract` has the shapes of a saved state. All processes must call this together, before a run
+    is loaded. The lock is released again: `Checkpoints` repeats the check.
     """
 
     def check() -> None:
@@ -225,6 +227,8 @@ def check_directory(config: Config) -> None:
                     pass
         if newest := newest_of(_folder_of(config)):
             _check_same_run(newest, config)
+        if not is_stored(directory):
+            _check_disk(config, directory, OVERHEAD + num_bytes_of(abstract))
 
     on_first(check)
     if count() > 1:
@@ -265,6 +269,22 @@ def _appears(file: Path, content: str) -> bool:
         if time.monotonic() >= end:
             return False
         time.sleep(0.5)
+
+
+def _check_disk(config: Config, directory: Path, size: int) -> None:
+    """Raises TemporaryError without room for all checkpoints that the run holds at one time."""
+    steps, run = steps_of(config), config.run
+    to_come = -(-(config.optim.total_steps - max(steps, default=0)) // run.save_every)
+    most = run.keep_checkpoints + 2  # the newest, the best, and one that is being written
+    count = min(max(most - len(steps), 1), to_come)
+    existing = next(each for each in (directory, *directory.absolute().parents) if each.exists())
+    disk = os.statvfs(existing)
+    if (free := disk.f_bavail * disk.f_frsize) < count * size:
+        raise TemporaryError(
+            f"run.directory {directory}: its disk has {free / 1e6:.0f} MB free, and {count} "
+            f"checkpoints of the run take {count * size / 1e6:.0f} MB; make room, lower "
+            "run.keep_checkpoints, or name a folder on another disk"
+        )
 
 
 def steps_of(config: Config) -> list[int]:

@@ -164,7 +164,7 @@ def make_probe(
 
 
 def summarise(sums: dict[str, Array]) -> dict[str, Any]:
-    """Cross-entropy and KL per token, agreement by future position, and the simulated tau."""
+    """Cross-entropy and KL per token, agreement by future position, and `simulated_tau`."""
     tokens = jnp.maximum(sums["tokens"], 1)
     agreement_J = sums["hits_J"] / jnp.maximum(sums["counts_J"], 1)
     cross_entropy = sums["cross_entropy"] / tokens

@@ -1,7 +1,7 @@
 """Logs of a run: JSON lines, TensorBoard beside them, and the peak FLOP/s of devices.
 
 metrics.jsonl   results of the run; on a CPU bit for bit the same, with any number of resumes
-speed.jsonl     speed of this machine in the run
+speed.jsonl     starts, times and speed of this machine in the run
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import io
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -124,6 +124,20 @@ def read_records(path: Path) -> list[Record]:
         except ValueError:
             break
     return found
+
+
+def ratings(records: Sequence[Record]) -> tuple[str, dict[int, float]]:
+    """The field that rates checkpoints, and its values by step; the highest is the best.
+
+    `decoded_tau` if the run has decoded prompts at any step, else `simulated_tau`.
+    """
+    found = [(name, taus_of(records, name)) for name in ("decoded_tau", "simulated_tau")]
+    return next((each for each in found if each[1]), found[-1])
+
+
+def taus_of(records: Sequence[Record], name: str) -> dict[int, float]:
+    """The values of the field `name` by step, without those that are not finite."""
+    return {r["step"]: r[name] for r in records if r.get(name) is not None}
 
 
 def check_tensorboard() -> None:

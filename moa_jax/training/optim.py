@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import optax
 
 from moa_jax.config import OptimConfig
@@ -26,6 +27,13 @@ def schedule(cfg: OptimConfig) -> optax.Schedule:
         ],
         [cfg.warmup_steps, cfg.warmup_steps + cfg.decay_steps],
     )
+
+
+def rate_of_update(cfg: OptimConfig, step: int) -> float:
+    """The learning rate of `schedule` on the host, where no mesh of processes takes part."""
+    ends = (0, cfg.warmup_steps, cfg.warmup_steps + cfg.decay_steps)
+    rates = (0.0, cfg.peak * cfg.learning_rate, cfg.learning_rate)
+    return float(np.interp(step, ends, rates))
 
 
 def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:

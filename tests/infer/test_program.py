@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 
 import httpx
 import jax
@@ -152,6 +153,24 @@ def test_progress_in_a_pipe_is_lines(capsys, monkeypatch):
     assert lines[0] == "train 5/8, 16 s, 0.188/s, 16 s left, loss 0.6667, tokens 12"
     assert lines[-2:] == ["half way", "train 8/8, 36 s, 0.167/s, loss 0.6667, tokens 12"]
     assert len(lines) == 4
+
+
+def test_silent_work_is_named_with_its_time_by_the_innermost_stage(capsys, monkeypatch):
+    monkeypatch.setattr(program, "SECONDS_BETWEEN_LINES", 0.05)
+
+    def next_lines() -> set[str]:
+        while not (text := capsys.readouterr().err):
+            time.sleep(0.01)
+        return set(text.splitlines())
+
+    with program.stage("preparing"):
+        with program.stage("compiling the step"):
+            assert next_lines() == {"compiling the step, 0 s"}
+        assert next_lines() == {"preparing, 0 s"}
+    with program.stage("silent", quiet=True):
+        time.sleep(0.15)
+    assert capsys.readouterr().err == ""
+    assert [program.duration(seconds) for seconds in (90, 9000)] == ["90 s", "2.5 h"]
 
 
 def test_too_little_memory_is_one_line(capsys):

@@ -205,7 +205,7 @@ print("still here")
 
 @pytest.mark.slow
 def test_processes_decode_together_in_training(tmp_path, small_target, monkeypatch):
-    """The real tau at a checkpoint is that of one device; drafts are split over four devices."""
+    """The decoded tau at a checkpoint is that of one device; drafts are split over four devices."""
     (tmp_path / "config.py").write_text(
         "from pathlib import Path\n"
         "from tests.train.test_training import changed, distill_config\n"
@@ -230,7 +230,7 @@ def test_processes_decode_together_in_training(tmp_path, small_target, monkeypat
         for each in both:
             each.kill()
     (one,), (other,) = (metrics(tmp_path / name, "decode") for name in ("alone", "both"))
-    assert one["tau"] == other["tau"]
+    assert one["decoded_tau"] == other["decoded_tau"]
 
 
 NOWHERE = {

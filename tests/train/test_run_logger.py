@@ -17,6 +17,7 @@ from moa_jax.training import metrics
 from tests.model_folders import refusal
 from tests.train.toy_run import placed_batch, steps_of, toy_config, toy_job
 from train.run.loop import fit
+from train.run.start import describe
 
 BAD = 6  # the batch of this step makes the loss NaN: it is update 7
 
@@ -49,7 +50,7 @@ def test_a_step_that_is_not_finite_stops_the_run(tmp_path):
 
 
 def test_a_step_that_is_not_finite_can_be_skipped(tmp_path, capsys):
-    """The count of skipped steps survives a resume."""
+    """The count of skipped steps survives a resume, which names the earlier devices."""
     config = toy_config(tmp_path, not_finite="skip", save_every=8)
 
     def batch(step: int) -> Any:
@@ -58,12 +59,28 @@ def test_a_step_that_is_not_finite_can_be_skipped(tmp_path, capsys):
         return spoilt_batch(step)
 
     with pytest.raises(KeyboardInterrupt):
-        fit(toy_job(config, batch=batch), None)
-    fit(toy_job(config, batch=spoilt_batch), None)
+        fit(toy_job(config, batch=batch, layout="8 chips"), None)
+    fit(toy_job(config, batch=spoilt_batch, layout="4 chips", steps_per_epoch=8), None)
     (record,) = records(tmp_path, kind="not_finite")
     assert record["step"] == 7 and record["loss"] == "nan" and record["skipped"] == 1
     assert [r["step"] for r in records(tmp_path, kind="train")] == [2, 4, 6, 8, 10, 12]
-    assert "1 updates skipped" in capsys.readouterr().err.splitlines()[-1]
+    assert [r["restarts"] for r in records(tmp_path, "speed", "start")] == [0, 1]
+    last = records(tmp_path, kind="train")[-1]
+    assert (last["epoch"], last["learning_rate"]) == (1.5, 0.01)  # constant after the decay
+    err = capsys.readouterr().err
+    assert "starts at step 0 of 12 on 8 chips; 12 steps left\n" in err
+    assert "resumes after step 8 of 12 on 4 chips (before: 8 chips); 4 steps left\n" in err
+    assert "1 updates skipped" in err.splitlines()[-1]
+
+
+def test_a_resume_states_the_hours_at_the_speed_since_the_start():
+    def record(kind: str, step: int, time: float) -> dict:
+        return {"kind": kind, "step": step, "time": time, "layout": "8 chips"}
+
+    earlier = [record("speed", 90, 1.0), record("start", 90, 5.0)]
+    earlier += [record("speed", step, 10.0 * step) for step in (100, 110, 120)]
+    line = describe(120, 1200, "8 chips", earlier, is_resumed=True)
+    assert line.endswith("; 1080 steps left, about 3.0 h at the speed so far")
 
 
 # ---- figures ------------------------------------------------------------------------------
@@ -73,15 +90,16 @@ def test_speed_is_logged_with_the_metrics(tmp_path, monkeypatch, capsys):
     kind = jax.devices()[0].device_kind
     monkeypatch.setitem(metrics.PEAK_FLOPS, kind, 1e9)
     fit(toy_job(toy_config(tmp_path), flops_per_token=100.0), None)
-    assert records(tmp_path, "speed")
-    for record in records(tmp_path, "speed"):
+    speeds = [each for each in records(tmp_path, "speed") if "tokens_per_s" in each]
+    assert speeds
+    for record in speeds:
         assert record["flops_per_s"] == pytest.approx(100 * record["tokens_per_s"], rel=1e-6)
         share = record["flops_per_s"] / (1e9 * jax.device_count())
         assert record["mfu"] == pytest.approx(share, rel=1e-4, abs=1e-7)
     assert all(r["tokens"] == 32 and "finite" not in r for r in records(tmp_path, kind="train"))
     assert not any("tokens_per_s" in record for record in records(tmp_path))
     (shown,) = [line for line in capsys.readouterr().err.splitlines() if "train 12/12" in line]
-    assert "loss " in shown and "tau " in shown and "tokens/s " in shown and "MFU " in shown
+    assert "loss " in shown and "tokens/s " in shown and "MFU " in shown
 
 
 def test_tensorboard_gets_every_loss(tmp_path, monkeypatch):
@@ -94,17 +112,21 @@ def test_tensorboard_gets_every_loss(tmp_path, monkeypatch):
 
 
 def test_prompts_are_decoded_at_checkpoints_and_the_summary_names_the_best(tmp_path, capsys):
-    decoded, simulated = iter([1.25, 1.5, 1.75]), iter([1.5, 2.5, 2.0, 2.25])
+    decoded, simulated = iter([1.25, 1.75, 1.5]), iter([1.5, 2.5, 2.0, 2.25])
     evaluate = lambda params, frozen: {"simulated_tau": next(simulated)}
-    job = toy_job(toy_config(tmp_path), evaluate=evaluate, decode=lambda _: {"tau": next(decoded)})
+    job = toy_job(
+        toy_config(tmp_path), evaluate=evaluate, decode=lambda _: {"decoded_tau": next(decoded)}
+    )
     fit(job, None)
-    found = [(r["step"], r["tau"]) for r in records(tmp_path, kind="decode")]
-    assert found == [(4, 1.25), (8, 1.5), (12, 1.75)]
+    found = [(r["step"], r["decoded_tau"]) for r in records(tmp_path, kind="decode")]
+    assert found == [(4, 1.25), (8, 1.75), (12, 1.5)]
     err = capsys.readouterr().err
-    assert "step 8 decode: tau 1.5" in err
-    last = err.splitlines()[-1]
+    assert "step 8 decode: decoded_tau 1.75, " in err
+    newest = "simulated_tau 2.25 (step 12), decoded_tau 1.5 (step 12)"
+    *_, bar, last = err.splitlines()
+    assert bar.startswith("train 12/12") and bar.endswith(newest)  # not the taus before
     assert last.startswith("12 steps, the last 12 in ")
-    assert "simulated tau 2.250; best 2.500 at step 6" in last
+    assert newest.replace(",", ";") + "; best by decoded_tau 1.75 at step 8" in last
     assert str(tmp_path / "run") in last and str(tmp_path / "final") in last
 
 

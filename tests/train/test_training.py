@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 import json
+import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,7 @@ from moa_jax.config import (
     RunConfig,
     TargetConfig,
 )
+from moa_jax.data import batches
 from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches
 from moa_jax.decode.draft_vocabulary import FILE as VOCABULARY
@@ -40,7 +43,7 @@ from moa_jax.drafters.losses import next_token_loss
 from moa_jax.model import sharding
 from moa_jax.training import fingerprint
 from moa_jax.training.distillation import make_train_step
-from moa_jax.training.optim import optimizer
+from moa_jax.training.optim import optimizer, rate_of_update, schedule
 from moa_jax.training.update import init_state, make_update
 from tests.model_folders import refusal
 from train import distill, export, plot, regenerate, vocabulary
@@ -177,7 +180,7 @@ def test_export_writes_the_drafter_of_a_checkpoint(small_target, tmp_path, capsy
     assert set(final) == {"config.json", "model.safetensors", VOCABULARY}
     assert exported("12", "twelve") == exported("newest", "newest") == final
     taus = {each["step"]: each["simulated_tau"] for each in metrics(tmp_path, "eval")}
-    assert f"step 12, simulated tau {taus[12]:.3f}" in capsys.readouterr().err
+    assert f"step 12, simulated_tau {taus[12]:.3f}" in capsys.readouterr().err
     assert exported("9", "nine") != final
     load_drafter(tmp_path / "nine", load_target(small_target))
     next((tmp_path / "run" / "checkpoints" / "9").glob("state/**/d/*")).write_bytes(b"")
@@ -201,6 +204,9 @@ def test_best_checkpoint_is_that_of_the_highest_tau(small_target, tmp_path):
     records = [{"step": step, "kind": "eval", "simulated_tau": tau} for step, tau in taus.items()]
     log.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert export.step_of(config, "best") == 8 and export.step_of(config, "newest") == 12
+    with log.open("a") as file:  # a run that decodes is rated by decoding alone
+        file.write('{"step": 4, "kind": "decode", "decoded_tau": 1.1}\n')
+    assert export.step_of(config, "best") == 4
 
 
 def test_accumulation_averages_the_gradients_of_micro_batches():
@@ -252,7 +258,7 @@ def test_evaluations_multiply_as_updates_do(small_target, tmp_path, monkeypatch)
 # ---- refusals before the target is loaded ------------------------------------------------
 
 
-def test_refused_before_the_target_is_loaded(small_target, distilled, monkeypatch):
+def test_refused_before_the_target_is_loaded(small_target, distilled, monkeypatch, capsys):
     monkeypatch.setattr(distill, "load_target", None)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     monkeypatch.setattr(decoding, "MAX_NEW_TOKENS", 999)
@@ -265,6 +271,38 @@ def test_refused_before_the_target_is_loaded(small_target, distilled, monkeypatc
         (dict(output=str(distilled)), "is, or holds, run.directory "),
     ):
         assert line in refusal(distill.distill, changed(config, **changes))
+    monkeypatch.setattr(batches, "load", None)  # refused before any data is tokenised
+    monkeypatch.setattr(os, "statvfs", lambda folder: Mock(f_bavail=1, f_frsize=4096))
+    for changes, line in (
+        (dict(data_validation=("none.jsonl",)), "data.validation: no file or folder none.jsonl"),
+        (dict(data_validation=()), "data.validation is empty; name a file"),
+        (dict(run_directory=str(distilled / "new")), "0 MB free, and 3 checkpoints of the run"),
+    ):
+        assert line in refusal(distill.distill, changed(config, **changes))
+    assert f"validation reads training data ({CONVERSATIONS})" in capsys.readouterr().err
+
+
+def test_prompts_are_decoded_where_that_takes_little_time_and_memory(tmp_path):
+    config, target = distill_config(tmp_path, tmp_path), pretrain_config(tmp_path).target
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    step = make_train_step(config, target, mesh)
+
+    def count(memory: float, **changes: int) -> tuple[int | None, bool]:
+        chosen = decoding.with_decode_prompts(
+            changed(config, **changes), target, step, mesh, memory
+        )
+        return chosen[0].run.decode_prompts, "run.decode_prompts is" in chosen[1]
+
+    assert count(1e12, run_save_every=5000) == (8, True)
+    assert count(1e12) == count(1e5, run_save_every=5000) == (0, True)
+    assert count(1e12, run_decode_prompts=3) == (3, False)
+
+
+@pytest.mark.parametrize("warmup, decay", [(2, 10), (0, 10), (3, 0)])
+def test_the_logged_learning_rate_is_that_of_the_update(warmup, decay):
+    optim = dataclasses.replace(OPTIM, warmup_steps=warmup, decay_steps=decay)
+    for step in range(15):
+        assert rate_of_update(optim, step) == pytest.approx(float(schedule(optim)(step)))
 
 
 # ---- settings -----------------------------------------------------------------------------

@@ -221,7 +221,9 @@ def test_invalid_outputs_are_refused_before_anything_is_loaded(
 
 
 def test_a_picture_stays_with_its_link_and_mode(run, tmp_path, monkeypatch):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "kind": "train", "loss": 2.0}\n')
+    agreement = '{"step": 1, "kind": "eval", "agreement": [0.9, 0.5]}\n'
+    (tmp_path / "metrics.jsonl").write_text(agreement)
+    assert run("train.plot", tmp_path).code == 0 and (tmp_path / "curves.png").is_file()
     picture, link = tmp_path / "disk" / "curves.png", tmp_path / "link.png"
     picture.parent.mkdir()
     picture.write_bytes(b"old")

@@ -3,9 +3,10 @@
 Every run:
 
     settings.py    configs, dotted flags      loop.py          the training loop
+    start.py       checks of data, first line
     stop.py        signals that end a run     run_logger.py    progress line, logs, summary
     warm_start.py  weights of an earlier run  target_cache.py  the target's activations, on disk
-    decoding.py    real tau while training    draft_vocabulary.py  the run's most frequent tokens
+    decoding.py    decoded tau in training    draft_vocabulary.py  the run's most frequent tokens
 
 Answers of the target, for train.regenerate:
 

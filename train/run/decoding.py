@@ -1,7 +1,8 @@
-"""Real tau during training: decodes a few validation prompts with the current drafter."""
+"""Decoded tau during training: decodes a few validation prompts with the current drafter."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -22,20 +23,77 @@ from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
 from moa_jax.model import convert, sharding
 from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.runtime.memory import num_bytes_of
+from moa_jax.training.distillation import TrainStep, abstract_frozen
 
 MAX_NEW_TOKENS = 64
+AUTO_PROMPTS, AUTO_SHARE = 8, 0.02  # of the time between two checkpoints
+AUTO_MEMORY = 0.8  # of a device, for target, state and the copy of the target
+# Training tokens that one device processes in the time of a round, rounded up: a round reads the
+# target's weights, which takes an accelerator as long as the FLOPs of about a hundred tokens.
+TOKENS_PER_ROUND = {"cpu": 32}
+TOKENS_PER_ROUND_ELSE = 256
+
+
+def decoding_share(config: DistillConfig, target: TargetConfig, mesh: Mesh) -> float:
+    """An upper estimate of the share of the time that decoding AUTO_PROMPTS prompts takes.
+
+    It depends on settings and the kind of device alone, so a resumed run decides alike. Every
+    round is assumed to commit a single token; compilation is left out.
+    """
+    kind = mesh.devices.flat[0].platform
+    tokens = TOKENS_PER_ROUND.get(kind, TOKENS_PER_ROUND_ELSE) * mesh.size / _tensor(mesh, target)
+    trained = config.run.save_every * config.data.rows_per_batch * config.data.row_length
+    return AUTO_PROMPTS * MAX_NEW_TOKENS * tokens / trained
+
+
+def with_decode_prompts(
+    config: DistillConfig,
+    target: TargetConfig,
+    program: TrainStep,
+    mesh: Mesh,
+    memory: int | None = None,
+) -> tuple[DistillConfig, str]:
+    """The config with a number as `run.decode_prompts`, and a line on that number, "" if set.
+
+    None becomes AUTO_PROMPTS if decoding takes at most AUTO_SHARE of the time and its copy of the
+    target fits beside the target and the state of the training step, else 0. `memory` is the memory
+    of a device in bytes, None for the limit that the device reports.
+    """
+    if config.run.decode_prompts is not None:
+        return config, ""
+    share = decoding_share(config, target, mesh)
+    limit = memory or (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
+    dtype = config.run.dtype
+    fits = limit is None or _needed_bytes(target, program, mesh, dtype) <= AUTO_MEMORY * limit
+    count = AUTO_PROMPTS if share <= AUTO_SHARE and fits else 0
+    cost = f"up to {min(share, 1):.1%} of the time" if fits else "more memory than a device has"
+    line = f"run.decode_prompts is {count}: decoding {AUTO_PROMPTS} prompts would take {cost}"
+    if not count:
+        line += "; the best checkpoint is chosen by simulated_tau"
+    run = dataclasses.replace(config.run, decode_prompts=count)
+    return dataclasses.replace(config, run=run), line
+
+
+def _needed_bytes(target: TargetConfig, program: TrainStep, mesh: Mesh, dtype: str) -> float:
+    """Bytes per device of the training state, the target and its copy for decoding."""
+    frozen, state = abstract_frozen(target, dtype), program.abstract_state()
+    pairs = [*zip(*map(jax.tree.leaves, (frozen, program.frozen_sharding)), strict=True)]
+    pairs += [(leaf, leaf.sharding) for leaf in jax.tree.leaves(state)]
+    held = sum(math.prod(at.shard_shape(x.shape)) * x.dtype.itemsize for x, at in pairs)
+    return held + num_bytes_of(frozen) / _tensor(mesh, target)
 
 
 def prompts_to_decode(
-    config: DistillConfig, target: Target, validation: Batches
+    config: DistillConfig, target: Target, validation: Batches, required: bool = True
 ) -> list[list[int]]:
     """Up to `run.decode_prompts` validation prompts; `target` needs no weights.
 
-    Raises InputError if prompts are to be decoded and none leaves room for an answer.
+    Raises InputError if prompts are `required` and none leaves room for an answer.
     """
-    wanted = config.run.decode_prompts
+    wanted = config.run.decode_prompts or 0
     prompts = fitting_prompts(validation, target, MAX_NEW_TOKENS, wanted)
-    if wanted and not prompts:
+    if wanted and required and not prompts:
         raise InputError(
             f"run.decode_prompts: no validation prompt leaves {MAX_NEW_TOKENS} of the target's "
             "positions free; set it to 0"
@@ -46,7 +104,7 @@ def prompts_to_decode(
 def make_decode(
     config: DistillConfig, target: Target, prompts: list[list[int]], mesh: Mesh
 ) -> Callable[[Any], dict[str, float]]:
-    """(params) -> tau of greedy chains of depth `config.horizon + 1` on these prompts.
+    """(params) -> `decoded_tau` of greedy chains of depth `config.horizon + 1` on these prompts.
 
     Decoding needs unstacked layers, so each call holds a second copy of the target. All devices of
     the run's mesh decode together, and all processes must make the same calls.
@@ -70,7 +128,8 @@ def make_decode(
         found = [session.generate([prompt], MAX_NEW_TOKENS)[0] for prompt in prompts]
         session.target, session.weights = target, Weights(None, None)  # frees the copy
         rounds = sum(result.rounds for result in found)
-        return {"tau": sum(sum(result.accept_lengths) for result in found) / max(rounds, 1)}
+        tokens = sum(sum(result.accept_lengths) for result in found)
+        return {"decoded_tau": tokens / max(rounds, 1)}
 
     return decode
 
@@ -79,9 +138,14 @@ def _decoding_mesh(mesh: Mesh, target: TargetConfig) -> Mesh | None:
     """A decoding mesh of the training mesh's devices, in the same order; None for one device."""
     if mesh.size == 1:
         return None
-    tensor = math.gcd(mesh.size, target.block.num_kv_heads, target.block.intermediate_size)
+    tensor = _tensor(mesh, target)
     axes = (AxisType.Auto,) * len(sharding.DECODE_AXES)
     return Mesh(mesh.devices.reshape(-1, tensor), sharding.DECODE_AXES, axis_types=axes)
+
+
+def _tensor(mesh: Mesh, target: TargetConfig) -> int:
+    """The number of devices that share a copy of the target in decoding."""
+    return math.gcd(mesh.size, target.block.num_kv_heads, target.block.intermediate_size)
 
 
 def _laid(

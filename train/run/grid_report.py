@@ -19,7 +19,7 @@ SHARED = re.compile(r"(data|optim|run)\.(?!learning_rate:)")
 ENDINGS = {"tau": None, "tau_past_end": []}  # stop ids per tau; None: the target's own
 DecodedCounts = dict[str, list[int]]  # tokens and rounds per prompt, of one shape and ending
 Row = dict[str, Any]  # a trained cell and seed at its best learning rate
-MEANING = """The learning rate with the highest simulated tau counts. Tau: tokens per verification
+MEANING = """The learning rate with the highest `simulated_tau` counts. Tau: tokens per verification
 over all rounds of up to {prompts} distinct held-out prompts that no cell was trained on, greedy, up
 to {limit} tokens; past end: answers continue where the target would stop. Brackets hold {share:.0%}
 of {draws:,} bootstrap draws of the prompts, which both drafters of a ratio share, and of the
@@ -37,7 +37,7 @@ def render(grid: GridConfig, rows: Sequence[Row], target: Target, sizes: Mapping
         "seed": "seed",
         "parameters": lambda row: f"{sizes[row['cell']]:,}",
         "learning rate": lambda row: f"{row['learning_rate']:g}",
-        "simulated tau by learning rate": lambda row: ", ".join(by_rate(row["taus"])),
+        "simulated_tau by learning rate": lambda row: ", ".join(by_rate(row["taus"])),
     }
     parts = [f"# Drafters for {target.folder}", table_of(rows, columns), *_differences(grid)]
     of = lambda name: [row["decoded"] for row in rows if row["cell"] == name and row["decoded"]]

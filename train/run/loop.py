@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from moa_jax.training.checkpoint import Checkpoints
 from moa_jax.training.metrics import check_tensorboard
 from moa_jax.training.update import Metrics, Params, TrainState
 from train.run.run_logger import RunLogger
+from train.run.start import working_on
 from train.run.stop import StopRequest
 
 Figures = dict[str, Any]  # deterministic numbers and lists of numbers
@@ -39,9 +41,11 @@ class TrainJob:
     update: Callable[[TrainState, Any, Batch], tuple[TrainState, Metrics]]
     evaluate: Callable[[Params, Any], Figures]  # `simulated_tau` is one figure, if any
     data: dict[str, Any]  # facts that identify the rows of the batches
-    decode: Callable[[Params], Figures] | None = None  # runs at checkpoints; has `tau`
+    decode: Callable[[Params], Figures] | None = None  # at checkpoints; has `decoded_tau`
     starts_trained: bool = False  # then step 0 is evaluated, too
     flops_per_token: float | None = None  # of an update, without recomputation
+    steps_per_epoch: int | None = None
+    layout: str = ""  # devices, mesh and placement of the target, in words
 
 
 def fit(job: TrainJob, frozen: Any) -> Params | None:
@@ -55,32 +59,37 @@ def fit(job: TrainJob, frozen: Any) -> Params | None:
     config, total = job.config, job.config.optim.total_steps
     check(config)
     with StopRequest() as stop, Checkpoints(config, job.data) as checkpoints:
-        restored = checkpoints.restore(job.abstract)
-        state = restored or job.start()
-        done = int(state.step)
-        with RunLogger(config, done if restored else None, job.flops_per_token) as watch:
-            for step, tau in watch.taus.items():
-                checkpoints.rate(step, tau)
+        with working_on("restoring the newest checkpoint, or initialising the drafter"):
+            restored = checkpoints.restore(job.abstract)
+            state = restored or job.start()
+            begun = done = int(state.step)
+        facts = (job.flops_per_token, job.steps_per_epoch, job.layout)
+        logger = RunLogger(config, done if restored else None, *facts)
+        with logger as watch, working_on("training"):
+            checkpoints.rate(watch.ratings())
             stopped = stop.reached(done)
             if not stopped:  # an earlier run may have ended between a save and its evaluation
                 _measure(job, done, state.params, frozen, watch, checkpoints)
             while done < total and not stopped:
                 batch = job.batch(done)
-                with matmul_precision(config.run.dtype):
+                compiles = working_on("compiling the step") if done == begun else nullcontext()
+                with matmul_precision(config.run.dtype), compiles:
                     state, metrics = job.update(state, frozen, batch)
                 done += 1
                 watch.updated(done, metrics, batch)
                 stopped = stop.reached(done)
                 if not stopped and _is_due(done, config.run.save_every, total):
                     watch.settle()  # the saved state is known to be finite
-                    checkpoints.save(state)
+                    with working_on("saving a checkpoint"):
+                        checkpoints.save(state)
                 if not stopped:
                     _measure(job, done, state.params, frozen, watch, checkpoints)
                 checkpoints.check()
-            if stopped:
-                watch.settle()
-                checkpoints.save(state)
-            checkpoints.wait()
+            with working_on("saving the last checkpoint"):
+                if stopped:
+                    watch.settle()
+                    checkpoints.save(state)
+                checkpoints.wait()
             watch.ended(done, stopped)
     return None if stopped else state.params
 
@@ -98,15 +107,15 @@ def _measure(
     is_start = step == 0 and job.starts_trained
     if (is_start or _is_due(step, run.eval_every, total)) and watch.owes(step, "eval"):
         watch.settle()
-        with matmul_precision(run.dtype):
-            found = job.evaluate(params, frozen)
-        watch.measured(step, "eval", found)
-        if step in watch.taus:
-            checkpoints.rate(step, watch.taus[step])
+        with matmul_precision(run.dtype), working_on("evaluating"):
+            watch.measured(step, "eval", job.evaluate(params, frozen))
+        checkpoints.rate(watch.ratings())
     if job.decode is not None and _is_due(step, run.save_every, total):
         if watch.owes(step, "decode"):
             watch.settle()
-            watch.measured(step, "decode", job.decode(params))
+            with working_on("decoding the validation prompts"):
+                watch.measured(step, "decode", job.decode(params))
+            checkpoints.rate(watch.ratings())
 
 
 def _is_due(step: int, every: int, total: int) -> bool:

@@ -13,15 +13,25 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from infer.cli.program import Progress, progress
+from infer.cli.program import Progress, duration, progress
 from moa_jax.config import DistillConfig, PretrainConfig
 from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.errors import InputError
 from moa_jax.files.paths import place
 from moa_jax.runtime.multihost import gathered, is_first, on_first
-from moa_jax.training.metrics import MetricsLog, Record, peak_flops, tensorboard
+from moa_jax.training.metrics import (
+    MetricsLog,
+    Record,
+    peak_flops,
+    ratings,
+    taus_of,
+    tensorboard,
+)
+from moa_jax.training.optim import rate_of_update
 from moa_jax.training.update import Metrics
+from train.run.start import describe
 
+TAUS = ("simulated_tau", "decoded_tau")
 MOST_BATCHES = 16  # saved of skipped updates; all skipped steps are logged
 GIGA, TERA = 1e9, 1e12
 
@@ -37,8 +47,13 @@ class RunLogger:
         config: PretrainConfig | DistillConfig,
         restored: int | None,
         flops_per_token: float | None,
+        steps_per_epoch: int | None = None,
+        layout: str = "",
     ) -> None:
+        """`layout` names devices, mesh and placement of the target in the line of the start."""
         step = restored or 0
+        self._optim, self._steps_per_epoch = config.optim, steps_per_epoch
+        self._restarts, self._settled_s, self._figures = 0, time.monotonic(), {}
         self._run, self._total = config.run, config.optim.total_steps
         self._output = config.output
         self._began, self._first = time.monotonic(), step
@@ -48,17 +63,29 @@ class RunLogger:
         with contextlib.ExitStack() as stack:
             if is_first():
                 self._open(stack, step, -1 if restored is None else step)
+                self._start(step, restored is not None, layout)
             self._stack = stack.pop_all()
-        taus, self._there, self._skipped = on_first(lambda: self._history(step))
-        self.taus = dict(taus)  # simulated tau by step
+        # Records with taus, on all processes.
+        self._rated, self._there, self._skipped = on_first(lambda: self._history(step))
 
-    def _history(self, step: int) -> tuple[list[tuple[int, float]], list[str], int]:
-        """Earlier records: taus by step, kinds of record at `step`, number of skipped updates."""
+    def _start(self, step: int, is_resumed: bool, layout: str) -> None:
+        """Prints and records the start of the run, or of its resume."""
+        kept = self._speed.kept
+        self._restarts = sum(record["kind"] == "start" for record in kept)
+        self._bar.line(describe(step, self._total, layout, kept, is_resumed))
+        self._timed(step, "start", {"layout": layout})
+
+    def _history(self, step: int) -> tuple[list[Record], list[str], int]:
+        """Earlier records with taus, kinds of record at `step`, number of skipped updates."""
         kept = self._log.kept
-        taus = [(r["step"], r["simulated_tau"]) for r in kept if "simulated_tau" in r]
+        rated = [record for record in kept if record["kind"] in ("eval", "decode")]
         kinds = [record["kind"] for record in kept]
         there = [record["kind"] for record in kept if record["step"] == step]
-        return taus, there, kinds.count("not_finite")
+        return rated, there, kinds.count("not_finite")
+
+    def ratings(self) -> dict[int, float]:
+        """The tau by step that rates checkpoints, on all processes."""
+        return ratings(self._rated)[1]
 
     def _open(self, stack: contextlib.ExitStack, step: int, kept: int) -> None:
         """Opens the logs, which keep their records up to step `kept`."""
@@ -102,16 +129,31 @@ class RunLogger:
             self._read(*before)
         if self._log is not None:
             self._log.sync()
+        self._settled_s = time.monotonic()
 
     def measured(self, step: int, kind: str, figures: dict[str, Any]) -> None:
-        """Records figures measured between updates; the speed excludes the time they took."""
-        if (tau := figures.get("simulated_tau")) is not None:
-            self.taus[step] = float(tau)
+        """Records figures measured since `settle`; the speed excludes the time they took."""
+        taus = {name: float(figures[name]) for name in TAUS if name in figures}
+        self._rated.append({"step": step, **{n: x for n, x in taus.items() if np.isfinite(x)}})
         if self._log is not None:
             record = self._log.write(step, kind, figures)
-            shown = (f"{n} {x:.4g}" for n, x in record.items() if isinstance(x, float))
-            self._bar.line(f"step {step} {kind}: {', '.join(shown)}")
+            seconds = time.monotonic() - self._settled_s
+            self._timed(step, kind, {"seconds": seconds})
+            shown = [f"{n} {x:.4g}" for n, x in record.items() if isinstance(x, float)]
+            self._bar.line(f"step {step} {kind}: {', '.join([*shown, duration(seconds)])}")
+            self._bar.note(self._figures | self._newest())
         self._meter.pause()
+
+    def _timed(self, step: int, kind: str, figures: Record) -> Record:
+        """Writes and returns a record of speed.jsonl with the time and the number of restarts."""
+        when = {"time": time.time(), "restarts": self._restarts}
+        return self._speed.write(step, kind, when | figures)
+
+    def _newest(self) -> dict[str, str]:
+        """The newest value of each tau with its step, as the progress line shows them."""
+        found = {name: taus_of(self._rated, name) for name in TAUS}
+        last = {name: max(taus) for name, taus in found.items() if taus}
+        return {name: f"{found[name][step]:.4g} (step {step})" for name, step in last.items()}
 
     def ended(self, step: int, stopped: str) -> None:
         """Prints the summary of the run, or how to resume the run after a stop."""
@@ -130,10 +172,11 @@ class RunLogger:
     def _summary(self) -> str:
         seconds = time.monotonic() - self._began
         parts = [f"{self._total} steps, the last {self._total - self._first} in {seconds:.0f} s"]
-        if self.taus:
-            last, best = max(self.taus), max(self.taus, key=lambda step: (self.taus[step], step))
-            parts.append(f"simulated tau {self.taus[last]:.3f}")
-            parts.append(f"best {self.taus[best]:.3f} at step {best}")
+        name, taus = ratings(self._rated)
+        parts += [f"{each} {tau}" for each, tau in self._newest().items()]
+        if taus:
+            best = max(taus, key=lambda step: (taus[step], step))
+            parts.append(f"best by {name} {taus[best]:.4g} at step {best}")
         if self._skipped:
             parts.append(f"{self._skipped} updates skipped")
         parts.append(f"metrics in {self._run.directory}, weights in {self._output}")
@@ -153,12 +196,14 @@ class RunLogger:
         if self._log is None:
             return
         del values["finite"]
+        values["learning_rate"] = rate_of_update(self._optim, step - 1)
+        if self._steps_per_epoch is not None:
+            values["epoch"] = step / self._steps_per_epoch
         record = self._log.write(step, "train", values)
-        if speed:
-            self._speed.write(step, "speed", speed)
-        tau = {"tau": self.taus[max(self.taus)]} if self.taus else {}
+        self._timed(step, "speed", speed)
         skipped = {"skipped": self._skipped} if self._skipped else {}
-        self._bar.note({"loss": record["loss"]} | tau | _shown(speed) | skipped)
+        self._figures = {"loss": record["loss"]} | _shown(speed) | skipped
+        self._bar.note(self._figures | self._newest())
 
     def _not_finite(self, step: int, metrics: Metrics, batch: Batch) -> None:
         self._skipped += 1
