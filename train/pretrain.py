@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from infer.cli.program import progress, run
-from moa_jax.config import PretrainConfig
+from moa_jax.config import PretrainConfig, output_of
 from moa_jax.data import batches
 from moa_jax.data import sources as sources_lib
 from moa_jax.data.batch import Batch
@@ -23,21 +23,24 @@ from moa_jax.data.records import messages_of, plain_text_of
 from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from moa_jax.drafters.losses import next_token_loss
 from moa_jax.errors import InputError
-from moa_jax.files.replace import check_replaceable
 from moa_jax.model import attention, llama, masks
 from moa_jax.pretrained import save_target
 from moa_jax.training.checkpoint import check_directory
 from moa_jax.training.optim import optimizer
 from moa_jax.training.update import abstract, init_state, make_update
+from train.run import output
 from train.run.loop import TrainJob, check, fit
 from train.run.settings import config_parser, parse_config
 
 
-def pretrain(config: PretrainConfig) -> None:
-    """Trains a tokenizer if missing, then the target, and writes the target's folder."""
+def pretrain(config: PretrainConfig, overwrite: bool = False) -> None:
+    """Trains a tokenizer if missing, then the target, and writes the target's folder.
+
+    With `overwrite` the target may replace that of another run.
+    """
     check(config)
     check_directory(config)
-    check_replaceable(Path(config.output))
+    output.check_writable(config, overwrite)
     tokenizer = _tokenizer(config)
     vocab_size = config.target.vocab_size
     train, report = batches.load(config.data, tokenizer, vocab_size, "train", progress)
@@ -60,7 +63,8 @@ def pretrain(config: PretrainConfig) -> None:
     )
     params = fit(job, frozen=None)
     if params is not None:
-        save_target(Path(config.output), config.target, params, Path(config.tokenizer))
+        beside = output.record(config, config.optim.total_steps)
+        save_target(output_of(config), config.target, params, config.tokenizer, beside=beside)
 
 
 def _loss(config: PretrainConfig, params: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
@@ -104,7 +108,9 @@ def _texts(record: dict[str, Any]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = config_parser("train.pretrain", __doc__)
-    pretrain(parse_config(parser, PretrainConfig, arguments)[0])
+    output.add_flag(parser)
+    config, args = parse_config(parser, PretrainConfig, arguments)
+    pretrain(config, args.overwrite)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from infer.cli.program import Progress, progress
-from moa_jax.config import DistillConfig, PretrainConfig
+from moa_jax.config import DistillConfig, PretrainConfig, output_of
 from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.errors import InputError
 from moa_jax.files.paths import place
@@ -40,7 +40,7 @@ class RunLogger:
     ) -> None:
         step = restored or 0
         self._run, self._total = config.run, config.optim.total_steps
-        self._output = config.output
+        self._output = output_of(config)
         self._began, self._first = time.monotonic(), step
         self._meter = _Meter(flops_per_token)
         self._pending: tuple[int, Metrics, Batch] | None = None

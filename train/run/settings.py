@@ -66,7 +66,8 @@ def overridden(config: Config, settings: Iterable[tuple[str, str]]) -> Config:
 def expanded(config: Config, above: str = "") -> Config:
     """A config with `~` expanded in all paths to write.
 
-    Raises InputError for a path that is a URL. `run.directory` alone may be in an object store.
+    Raises InputError for a path that is a URL, but for `run.directory` and `output`, which may be
+    in an object store.
     """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
@@ -82,7 +83,7 @@ def expanded(config: Config, above: str = "") -> Config:
 
 
 def _check_written(path: str, name: str) -> None:
-    if name.endswith("run.directory"):
+    if name.endswith(("run.directory", "output")):
         place(path)
         return
     try:
