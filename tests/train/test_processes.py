@@ -212,7 +212,6 @@ def test_processes_decode_together_in_training(tmp_path, small_target, monkeypat
         "decoding.MAX_NEW_TOKENS = 8\n"
         f"config = distill_config(Path({str(tmp_path / 'both')!r}), Path({str(small_target)!r}))\n"
         "config = changed(config, optim_total_steps=4, run_decode_prompts=2)\n"
-        "config = changed(config, run_save_every=9, run_log_every=1, run_save_every_minutes=1e-9)\n"
     )
     monkeypatch.setattr(decoding, "MAX_NEW_TOKENS", 8)
     alone = read_config(str(tmp_path / "config.py"), DistillConfig)
