@@ -1,6 +1,7 @@
 """The drafter of the bundled pair, trained on the target's own answers.
 
-    python -m train.distill --config configs/demo_drafter.py --target-cache runs/demo_cache
+    python -m train.distill --config configs/demo_drafter.py --target-cache runs/demo_cache \\
+        --overwrite    # of the bundled drafter
 
 `train.regenerate` generates the data beforehand. Later runs of the same config continue training
 on more data, the last run with the token loss only (moa_jax/demo/README.md). Some answers are to

@@ -60,5 +60,4 @@ config = PretrainConfig(
         directory="runs/demo_target", log_every=20, eval_every=200, eval_batches=8, save_every=50
     ),
     tokenizer="runs/demo_tokenizer",
-    output="runs/demo_target/final",
 )

@@ -63,7 +63,6 @@ config = DistillConfig(
         save_every=500,
         dtype="bfloat16",
     ),
-    output="runs/moa_llama3_8b/final",
     draft_vocabulary=32_768,
 )
 

@@ -30,5 +30,4 @@ config = dataclasses.replace(
     ),
     chunks=ChunkConfig(),  # sixteen rows without chunks would not fit one H200
     run=dataclasses.replace(_PACKED.run, directory="runs/moa_llama3_8b_paper"),
-    output="runs/moa_llama3_8b_paper/final",
 )

@@ -28,7 +28,6 @@ config = dataclasses.replace(
         target_layer_inference=0,
     ),
     run=dataclasses.replace(_PACKED.run, directory="runs/moa_qwen2_7b"),
-    output="runs/moa_qwen2_7b/final",
 )
 
 presets = moa_llama3_8b.presets

@@ -30,5 +30,4 @@ config = DistillConfig(
         learning_rate=1e-4, warmup_steps=10, decay_steps=50, peak=20.0, total_steps=60
     ),
     run=RunConfig(directory="runs/tiny", log_every=5, eval_every=20, eval_batches=2, save_every=20),
-    output="runs/tiny/final",
 )

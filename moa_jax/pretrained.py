@@ -33,6 +33,7 @@ from moa_jax.files.config_keys import contradiction
 from moa_jax.files.device_loader import Layout, ShardingOf, read_params, write_params
 from moa_jax.files.foreign import foreign_layout
 from moa_jax.files.hf_config import ARCHITECTURES, target_config_from_hf, target_config_to_hf
+from moa_jax.files.paths import place
 from moa_jax.files.registry import (
     DrafterKind,
     FileLayout,
@@ -233,28 +234,37 @@ def save_target(
     dtype: Any = jnp.bfloat16,
     *,
     generation: SpecialIds | None = None,
+    beside: Mapping[str, bytes | None] | None = None,
 ) -> Path:
     """Writes a target, with layers as a list or stacked, as a Hugging Face folder.
 
     Creating a folder is atomic; in an existing folder the target's files are replaced
     (`files.replace`). Tokenizer files are copied from `tokenizer_folder`, which also gives the end
-    and padding ids unless `generation` does. Raises InputError if the family's config.json cannot
-    express the config.
+    and padding ids unless `generation` does. `beside` maps names of other files to their content.
+    Raises InputError if the family's config.json cannot express the config.
     """
-    folder = Path(folder)
+    folder = place(folder)
     source = None if tokenizer_folder is None else Path(tokenizer_folder)
     if generation is None:
         known = source and _special_ids(source, config.vocab_size, {})[0]
         generation = known or SpecialIds()
     stored = target_config_to_hf(config) | {"torch_dtype": np.dtype(dtype).name}
-    stale = [client_files.FILE, *(model_folder.TOKENIZER_FILES if source else ())]
+    stale = [client_files.FILE, *(beside or {})]
+    stale += model_folder.TOKENIZER_FILES if source else ()
     with replacing(folder, stale=stale) as fresh:
         whole_files.write_json(fresh / "config.json", stored | _generation_to_hf(generation))
         whole_files.write_json(fresh / "generation_config.json", _generation_to_hf(generation))
         write_params(fresh, convert.target_table(config), params, dtype)
         if source:
             model_folder.copy_tokenizer(source, fresh)
+        _write_beside(fresh, beside)
     return folder
+
+
+def _write_beside(folder: Path, beside: Mapping[str, bytes | None] | None) -> None:
+    for name, content in (beside or {}).items():
+        if content is not None:
+            (folder / name).write_bytes(content)
 
 
 def load_drafter(
@@ -346,7 +356,7 @@ def save_drafter(
     content, None to delete a file. Creating a folder is atomic; in an existing folder the drafter's
     files are replaced (`files.replace`). Raises InputError if the layout cannot express the config.
     """
-    folder = Path(folder)
+    folder = place(folder)
     kind = DRAFTERS[method]
     config = kind.write_config(cfg, target.config, layout)
     config["torch_dtype"] = np.dtype(dtype).name
@@ -362,9 +372,7 @@ def save_drafter(
         whole_files.write_json(fresh / "config.json", config)
         constants = kind.constants(cfg, target.config)
         write_params(fresh, kind.table(cfg, target.config), params, dtype, constants)
-        for name, content in (beside or {}).items():
-            if content is not None:
-                (fresh / name).write_bytes(content)
+        _write_beside(fresh, beside)
     return folder
 
 

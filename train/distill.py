@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 
 from infer.cli.flags import cluster
 from infer.cli.program import TRY_AGAIN, progress, run
-from moa_jax.config import DistillConfig, EagleConfig
+from moa_jax.config import DistillConfig, EagleConfig, output_of
 from moa_jax.data import batches
 from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.data.shards import tokenizer_hash
@@ -39,7 +38,7 @@ from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
 from moa_jax.files.client_files import model_hash
 from moa_jax.files.model_folder import find_folder
-from moa_jax.files.replace import check_replaceable
+from moa_jax.files.paths import is_stored, place
 from moa_jax.model import sharding
 from moa_jax.pretrained import Target, describe_target, load_target, save_drafter
 from moa_jax.runtime import multihost
@@ -50,7 +49,7 @@ from moa_jax.training.flops import model_flops_per_token
 from moa_jax.training.target_cache import rows_hash
 from moa_jax.training.update import Params, TrainState
 from moa_jax.version import __version__
-from train.run import target_cache
+from train.run import output, target_cache
 from train.run.decoding import make_decode, prompts_to_decode, with_decode_prompts
 from train.run.draft_vocabulary import frequent_in
 from train.run.loop import Figures, TrainJob, check, fit
@@ -60,12 +59,16 @@ from train.run.target_cache import CacheFlags, ReadParts, build_cache, open_cach
 from train.run.warm_start import start_hash, warm_params
 
 
-def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
+def distill(
+    config: DistillConfig, flags: CacheFlags | None = None, overwrite: bool = False
+) -> bool:
     """Trains a drafter and writes its folder; returns False if a signal stopped the run.
 
     With `flags` the run reads the target's activations from a cache, which is built if missing.
-    Raises InputError before the target is loaded: for settings that contradict each other or the
-    data, a directory that is in use, of another run or not shared, and for processes that differ.
+    With `overwrite` the drafter may replace that of another run. Raises InputError before the
+    target is loaded: for settings that contradict each other or the data, a directory that is in
+    use, of another run or not shared, an output that another run wrote, and for processes that
+    differ.
     """
     multihost.check_same(common(config), "settings")
     mesh = sharding.make_mesh(config.mesh, jax.devices())
@@ -79,7 +82,7 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
         for line in filter(None, (*notices, decoding)):
             print(f"train.distill: {line}", file=sys.stderr)
     check_directory(config, program.abstract_state())
-    multihost.on_first(lambda: check_replaceable(Path(config.output)))
+    multihost.on_first(lambda: output.check_writable(config, overwrite))
     with working_on("loading the first weights"):
         warm = warm_params(config, described, program.abstract_state())
     with working_on("loading the tokenizer"):
@@ -115,7 +118,8 @@ def distill(config: DistillConfig, flags: CacheFlags | None = None) -> bool:
     if multihost.is_first():
         size = config.draft_vocabulary
         with working_on("writing the drafter"):
-            save(config, params, target, None if size is None else frequent_in(train, size, target))
+            vocabulary = None if size is None else frequent_in(train, size, target)
+            save(config, params, target, vocabulary, config.optim.total_steps)
     return True
 
 
@@ -246,28 +250,34 @@ def _evaluation(config: DistillConfig, program: TrainStep, validation: batches.B
 
 
 def save(
-    config: DistillConfig, params: Any, target: Target, vocabulary: DraftVocabulary | None
+    config: DistillConfig,
+    params: Any,
+    target: Target,
+    vocabulary: DraftVocabulary | None,
+    step: int,
 ) -> None:
-    """Writes the drafter's folder, `config.output`, with its draft vocabulary if any.
+    """Writes the drafter of a step as the folder `output_of(config)`, with its vocabulary if any.
 
     If `vocabulary` is None, the draft vocabulary of an earlier folder is kept, as train.vocabulary
     may have written that file. A vocabulary that cannot be read or belongs to another target is
     removed, with a line on stderr.
     """
-    if vocabulary is None and (Path(config.output) / FILE).is_file():
+    folder = place(output_of(config))
+    if vocabulary is None and not is_stored(folder) and (folder / FILE).is_file():
         try:
-            vocabulary = load_vocabulary(config.output, target)
+            vocabulary = load_vocabulary(folder, target)
         except InputError as error:
             print(f"the earlier draft vocabulary is removed: {error}", file=sys.stderr)
+    content = None if vocabulary is None else content_of(vocabulary)
     save_drafter(
-        Path(config.output),
+        folder,
         method_of(config.drafter),
         config.drafter,
         params,
         target,
         jnp.bfloat16,
         depth=config.horizon + 1,
-        beside={FILE: None if vocabulary is None else content_of(vocabulary)},
+        beside={FILE: content, **output.record(config, step)},
     )
 
 
@@ -275,6 +285,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     parser = config_parser("train.distill", __doc__)
     target_cache.add_flags(parser)
     cluster.add_flags(parser)
+    output.add_flag(parser)
     parser.add_argument(
         "--init-from", metavar="DIR", help="start from the weights of this drafter or run"
     )
@@ -282,7 +293,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     if args.init_from is not None:
         config = dataclasses.replace(config, init_from=args.init_from)
     with cluster.joined(args, parser.prog), working_on("preparing the run"):
-        finished = distill(config, target_cache.flags_of(args))
+        finished = distill(config, target_cache.flags_of(args), args.overwrite)
     return None if finished else TRY_AGAIN
 
 

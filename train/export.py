@@ -12,43 +12,42 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from pathlib import Path
 
 import jax
 
-from infer.cli.program import local_path, progress, run
+from infer.cli.program import progress, run
 from moa_jax.config import DistillConfig, MeshConfig
 from moa_jax.data import batches
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.draft_vocabulary import DraftVocabulary
 from moa_jax.errors import InputError
-from moa_jax.files.paths import is_stored, place
-from moa_jax.files.replace import check_replaceable
+from moa_jax.files.paths import place
 from moa_jax.model import sharding
 from moa_jax.pretrained import Target, describe_target
 from moa_jax.training.checkpoint import read_state, steps_of
 from moa_jax.training.distillation import make_train_step
 from moa_jax.training.metrics import ratings, read_records
 from train.distill import save, with_vocabulary
+from train.run import output
 from train.run.draft_vocabulary import frequent_in
 from train.run.loop import check_output
 from train.run.settings import config_parser, parse_config
 
 
-def export(config: DistillConfig, step: int) -> None:
+def export(config: DistillConfig, step: int, overwrite: bool = False) -> None:
     """Writes the drafter of one checkpoint of a run as `config.output`, on one device.
 
     A `config.draft_vocabulary` is counted again from the training data. Raises InputError as
-    `read_state` and `check_output`, and for data that cannot be read.
+    `read_state`, `check_output` and `check_writable`, and for data that cannot be read.
     """
     check_output(config)
-    check_replaceable(Path(config.output))
+    output.check_writable(config, overwrite)
     target = describe_target(config.target)
     config = with_vocabulary(config, target)
     here = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     program = make_train_step(config, target.config, here)
     params = read_state(config, step, program.abstract_state()).params
-    save(config, params, target, _vocabulary_of(config, target))
+    save(config, params, target, _vocabulary_of(config, target), step)
 
 
 def _vocabulary_of(config: DistillConfig, target: Target) -> DraftVocabulary | None:
@@ -89,23 +88,16 @@ def ratings_of(config: DistillConfig) -> tuple[str, dict[int, float]]:
     return ratings(read_records(place(config.run.directory) / "metrics.jsonl"))
 
 
-def _beside(config: DistillConfig, step: int) -> Path:
-    folder = place(config.run.directory)
-    if is_stored(folder):
-        raise InputError(f"{folder} is a store; give --output, a folder to write")
-    return folder / f"step_{step}"
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = config_parser("train.export", __doc__)
     parser.add_argument("--checkpoint", default="best", help="best, newest, or a step")
-    parser.add_argument(
-        "--output", type=local_path, help="the folder to write; by default RUN/step_STEP"
-    )
+    parser.add_argument("--output", help="the folder to write; by default RUN/step_STEP")
+    output.add_flag(parser)
     config, args = parse_config(parser, DistillConfig, arguments)
+    chosen = args.output and place(args.output)
     step = step_of(config, args.checkpoint)
-    folder = args.output or _beside(config, step)
-    export(dataclasses.replace(config, output=str(folder)), step)
+    folder = chosen or place(config.run.directory) / f"step_{step}"
+    export(dataclasses.replace(config, output=str(folder)), step, args.overwrite)
     name, taus = ratings_of(config)
     rated = f"{name} {taus[step]:.3f}" if step in taus else "not evaluated"
     print(f"step {step}, {rated}: {folder}", file=sys.stderr)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from infer.cli.program import TRY_AGAIN, progress, run
-from moa_jax.config import PretrainConfig
+from moa_jax.config import PretrainConfig, output_of
 from moa_jax.data import batches
 from moa_jax.data import sources as sources_lib
 from moa_jax.data.batch import Batch
@@ -24,25 +24,28 @@ from moa_jax.data.records import messages_of, plain_text_of
 from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from moa_jax.drafters.losses import next_token_loss
 from moa_jax.errors import InputError
-from moa_jax.files.replace import check_replaceable
 from moa_jax.model import attention, llama, masks
 from moa_jax.pretrained import save_target
 from moa_jax.training.checkpoint import check_directory
 from moa_jax.training.optim import optimizer
 from moa_jax.training.update import abstract, init_state, make_update
+from train.run import output
 from train.run.loop import TrainJob, check, fit
 from train.run.settings import config_parser, parse_config
 from train.run.start import check_data, layout
 
 
-def pretrain(config: PretrainConfig) -> bool:
-    """Trains a tokenizer if missing, then the target; returns False if a signal stopped the run."""
+def pretrain(config: PretrainConfig, overwrite: bool = False) -> bool:
+    """Trains a tokenizer if missing, then the target; returns False if a signal stopped the run.
+
+    With `overwrite` the target may replace that of another run.
+    """
     check(config)
     optim, tx, key = config.optim, optimizer(config.optim), jax.random.key(config.run.seed)
     start = lambda: init_state(llama.init(config.target, key), tx)
     shapes = abstract(jax.eval_shape(start), SingleDeviceSharding(jax.devices()[0]))
     check_directory(config, shapes)
-    check_replaceable(Path(config.output))
+    output.check_writable(config, overwrite)
     if line := check_data(config.data):
         print(f"train.pretrain: {line}", file=sys.stderr)
     tokenizer = _tokenizer(config)
@@ -67,7 +70,8 @@ def pretrain(config: PretrainConfig) -> bool:
     params = fit(job, frozen=None)
     if params is None:
         return False
-    save_target(Path(config.output), config.target, params, Path(config.tokenizer))
+    beside = output.record(config, config.optim.total_steps)
+    save_target(output_of(config), config.target, params, config.tokenizer, beside=beside)
     return True
 
 
@@ -112,8 +116,9 @@ def _texts(record: dict[str, Any]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int | None:
     parser = config_parser("train.pretrain", __doc__)
-    config = parse_config(parser, PretrainConfig, arguments)[0]
-    return None if pretrain(config) else TRY_AGAIN
+    output.add_flag(parser)
+    config, args = parse_config(parser, PretrainConfig, arguments)
+    return None if pretrain(config, args.overwrite) else TRY_AGAIN
 
 
 if __name__ == "__main__":

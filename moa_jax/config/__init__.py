@@ -36,4 +36,5 @@ from moa_jax.config.train import (
     OptimConfig,
     PretrainConfig,
     RunConfig,
+    output_of,
 )

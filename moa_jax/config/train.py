@@ -212,6 +212,8 @@ class RunConfig:
     eval_every: int = 100
     eval_batches: int = 4
     save_every: int = 100
+    # Another save is due this long after the last one; checked every `log_every` updates.
+    save_every_minutes: float | None = None
     keep_checkpoints: int = 2  # newest checkpoints; the best by tau is kept too
     not_finite: Literal["stop", "skip"] = "stop"  # handling of a non-finite loss or gradient
     # Validation prompts decoded at each checkpoint; None is 8 where that takes at most 2 % of the
@@ -226,6 +228,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         at_least(1, self, "log_every", "eval_every", "eval_batches", "save_every")
         at_least(1, self, "keep_checkpoints")
+        if self.save_every_minutes is not None:
+            finite(self, "save_every_minutes", above_zero=True)
         at_least(0, self, *["decode_prompts"] * (self.decode_prompts is not None), "seed")
         if self.seed >= 1 << 32:
             raise InputError(f"seed is {self.seed}; choose one below 2**32")
@@ -240,7 +244,7 @@ class PretrainConfig:
     optim: OptimConfig
     run: RunConfig
     tokenizer: str  # folder with a tokenizer; if missing, one is trained on the data
-    output: str  # Hugging Face folder of the finished target
+    output: str | None = None  # folder of the finished target; None is final/ of the run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,7 +256,7 @@ class DistillConfig(Objective):
     data: DataConfig
     optim: OptimConfig
     run: RunConfig
-    output: str  # folder of the finished drafter
+    output: str | None = None  # folder of the finished drafter; None is final/ of the run
     mesh: MeshConfig = MeshConfig()
     horizon: int = 6  # future positions whose agreement is reported
     # A file of train.vocabulary with the draft vocabulary, for drafters with a separate head.
@@ -266,6 +270,11 @@ class DistillConfig(Objective):
         at_least(1, self, "horizon")
         if self.horizon >= MAX_DEPTH:  # the drafter's folder states a chain of depth horizon + 1
             raise InputError(f"horizon is {self.horizon}; choose at most {MAX_DEPTH - 1}")
+
+
+def output_of(config: PretrainConfig | DistillConfig) -> str:
+    """The folder or URL that a finished run writes its model to."""
+    return config.output or f"{config.run.directory}/final"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,6 +60,11 @@ def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) ->
     name = os.fspath(path_or_hub_id)
     if path.exists():
         raise InputError(f"{name} is a file; give the folder that holds it, or a .gguf file")
+    if "://" in name:
+        raise InputError(
+            f"{name} is a URL, and models are read from a file system; copy the folder, as with "
+            "`gcloud storage cp --recursive`, or mount the store"
+        )
     if path.suffix.lower() == ".gguf":
         raise InputError(f"cannot open {name}: no such file; check the path")
     if not _HUB_ID.fullmatch(name):

@@ -7,6 +7,12 @@ The next successful writer removes the files that a killed writer leaves in such
 
 A writer replaces files with the names that it writes, and removes earlier weights of this library.
 README.md, .git and the weights of other programs stay as they are.
+
+An object store renames nothing. Files for gs://bucket/OUTPUT are written to a temporary folder of
+this machine, then copied to the store, config.json last:
+
+    OUTPUT/.moa-jax.upload       exists while files are copied, and after a killed writer
+    OUTPUT/training_run.json     the training run that wrote the model: run, directory, step
 """
 
 from __future__ import annotations
@@ -22,12 +28,15 @@ from pathlib import Path
 
 from moa_jax.errors import InputError
 from moa_jax.files.model_folder import INDEX, SINGLE, WRITER
-from moa_jax.files.paths import check_folder
+from moa_jax.files.paths import check_folder, is_stored
 from moa_jax.files.tensor_reader import GGUF_INDEX
 from moa_jax.files.whole_files import keep_mode, read_json
 
 _SHARD = r"model-\d{5}-of-\d{5}\.safetensors"
 _SCRATCH = ".moa-jax."
+_UPLOAD = f"{_SCRATCH}upload"
+RUN = "training_run.json"
+_CHUNK = 1 << 24  # bytes of a copy to a store
 
 
 def check_replaceable(
@@ -38,17 +47,35 @@ def check_replaceable(
     Refused are folders that `paths.check_folder` refuses, folders with files but neither `mark`
     nor .git, and folders with weights of other programs, which would be read before the new ones.
     """
-    check_folder(folder)
+    if not is_stored(folder):
+        check_folder(folder)
     if not folder.is_dir():
         return
-    was_cut = any(folder.glob(f"{_SCRATCH}*/old/{mark}"))
+    was_cut = any(folder.glob(f"{_SCRATCH}*/old/{mark}")) or (folder / _UPLOAD).exists()
     is_new_clone = (folder / ".git").exists() and not (folder / SINGLE).exists()
     is_ours = (folder / mark).is_file() or was_cut or is_new_clone or not any(folder.iterdir())
     if not is_ours:
         what = "a model folder" if mark == "config.json" else f"a folder with {mark}"
-        raise InputError(f"{folder.absolute()} exists and is not {what}; choose another output")
+        shown = folder if is_stored(folder) else folder.absolute()
+        raise InputError(f"{shown} exists and is not {what}; choose another output")
     for model in (folder / each for each in models):
         _check_weights(model)
+
+
+def check_writer(folder: Path, run_id: str | None) -> None:
+    """Raise InputError for a model folder that the run `run_id` did not write.
+
+    None is a run that has written nothing yet, so that every model is another writer's.
+    """
+    if not (folder / "config.json").is_file():
+        return
+    wrote = read_json(folder / RUN) if (folder / RUN).is_file() else {}
+    if run_id is None or wrote.get("run") != run_id:
+        whose = f"the run in {wrote.get('directory')}" if wrote else "something other than this run"
+        raise InputError(
+            f"output {folder} holds a model that {whose} wrote; choose another output, or replace "
+            "the model with --overwrite"
+        )
 
 
 def _check_weights(folder: Path) -> None:
@@ -83,10 +110,16 @@ def replacing(
     A new folder appears atomically; a link is followed. In an existing folder these files are
     replaced, earlier weights of `models` and files named in `stale` are removed, and all others
     stay. Its config.json is removed first and written last, so that reading fails after a killed
-    writer. Raises InputError as `check_replaceable`.
+    writer. In an object store a new folder does not appear atomically, and readers wait for its
+    config.json. Raises InputError as `check_replaceable`.
     """
-    models = list(models)
+    models, stale = list(models), [RUN, *stale]
     check_replaceable(folder, mark, models)
+    if is_stored(folder):
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH) as scratch:
+            yield Path(scratch)
+            _upload(Path(scratch), folder, models, stale)
+        return
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = tempfile.mkdtemp(prefix=_SCRATCH, dir=folder if folder.exists() else folder.parent)
@@ -107,18 +140,42 @@ def replacing(
             Path(scratch).rmdir()
 
 
+def _upload(fresh: Path, folder: Path, models: Iterable[str], stale: Iterable[str]) -> None:
+    """Copy the files of `fresh` to a folder in an object store, and remove what they replace.
+
+    Every config.json is removed before any other file changes, and written after all others.
+    """
+    coming = sorted(_files_in(fresh), key=_is_config)
+    weights = [Path(model, name) for model in models for name in _weights_in(folder / model)]
+    configs = [name for name in coming if _is_config(name)]
+    (folder / _UPLOAD).write_text("")
+    for name in [*configs, *({*map(Path, stale), *weights} - {*coming})]:
+        (folder / name).unlink(missing_ok=True)
+    for name in coming:
+        with (fresh / name).open("rb") as source, (folder / name).open("wb") as target:
+            shutil.copyfileobj(source, target, _CHUNK)
+    (folder / _UPLOAD).unlink()
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+
+
+def _is_config(name: Path) -> bool:
+    return name.name == "config.json"
+
+
 def _exchange(
     folder: Path, fresh: Path, old: Path, models: Iterable[str], stale: Iterable[str]
 ) -> None:
     """Move files of a folder to `old` and files of `fresh` into the folder: either all or none."""
-    is_config = lambda name: name.name == "config.json"
     with _alone_in(folder):
-        coming = [path.relative_to(fresh) for path in fresh.rglob("*") if path.is_file()]
+        coming = _files_in(fresh)
         weights = (Path(model, name) for model in models for name in _weights_in(folder / model))
         leaving = {*coming, *map(Path, stale), *weights}
         leaving = [name for name in leaving if _is_file_or_link(folder / name)]
-        moves = [(folder / name, old / name) for name in sorted(leaving, key=is_config)[::-1]]
-        moves += [(fresh / name, folder / name) for name in sorted(coming, key=is_config)]
+        moves = [(folder / name, old / name) for name in sorted(leaving, key=_is_config)[::-1]]
+        moves += [(fresh / name, folder / name) for name in sorted(coming, key=_is_config)]
         for name in coming:
             keep_mode(folder / name, fresh / name)
         done: list[tuple[Path, Path]] = []

@@ -3,7 +3,7 @@
 RUN/lock                       held while a process works on RUN
 RUN/checkpoints/STEP/          complete or absent: Orbax renames the folder after its last file
     files.json                 size and CRC-32 of every file: Orbax restores flipped bits silently
-    meta/                      the settings of the run, and a fingerprint of its rows
+    meta/                      the run's id and settings, and a fingerprint of its rows
     state/                     parameters, optimizer state, step
 RUN/checkpoints/STEP.damaged   renamed, never read
 
@@ -19,6 +19,7 @@ import functools
 import json
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
@@ -66,6 +67,7 @@ class Checkpoints:
         self._config, self._folder, self._data = config, _folder_of(config), dict(data or {})
         self._taus: dict[int, float] = {}
         self._writing: int | None = None
+        self._run_id = secrets.token_hex(8)  # of a new run
         _hide_failed_writes()
         with contextlib.ExitStack() as stack:
             on_first(lambda: stack.enter_context(_locked(place(run.directory))))
@@ -105,6 +107,8 @@ class Checkpoints:
             fault = on_first(lambda folder=folder: _fault(folder))
             if not fault:
                 on_first(lambda folder=folder: _check_same_run(folder, self._config, self._data))
+                earlier = on_first(lambda folder=folder: _meta(folder).get("run"))
+                self._run_id = earlier or self._run_id
                 items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
                 try:
                     state = self._manager.restore(step, args=items)["state"]
@@ -135,7 +139,9 @@ class Checkpoints:
         on_first(lambda: self._check_room(state))
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
-            meta=ocp.args.JsonSave({"config": fingerprint(self._config), "data": self._data}),
+            meta=ocp.args.JsonSave(
+                {"run": self._run_id, "config": fingerprint(self._config), "data": self._data}
+            ),
         )
         self._writing = step
         with self._disk_faults_in_one_line():
@@ -292,6 +298,12 @@ def steps_of(config: Config) -> list[int]:
     return sorted(int(path.name) for path in _complete(_folder_of(config)))
 
 
+def run_id(config: Config) -> str | None:
+    """The random id of a run; None before its first checkpoint, and for an earlier version's."""
+    newest_first = sorted(_complete(_folder_of(config)), key=lambda path: -int(path.name))
+    return next(filter(None, (_meta(folder).get("run") for folder in newest_first)), None)
+
+
 def newest_of(checkpoints: Path) -> Path | None:
     """The newest complete checkpoint in a folder of checkpoints; None without one."""
     return max(_complete(checkpoints), key=lambda path: int(path.name), default=None)
@@ -373,7 +385,7 @@ def _check_same_run(folder: Path, config: Config, data: Mapping[str, Any] | None
 
 
 def _meta(folder: Path) -> dict[str, Any]:
-    """`config` and possibly `data`; empty if the file is missing or corrupt."""
+    """`config` and possibly `run` and `data`; empty if the file is missing or corrupt."""
     try:
         found = json.loads((folder / "meta" / "metadata").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -73,7 +73,7 @@ def drafter(small_target, tmp_path) -> Path:
     """Returns the folder of an untrained drafter."""
     config, target = distill_config(tmp_path, small_target), describe_target(small_target)
     params = DRAFTERS["moa"].make(config.drafter, target.config).init(jax.random.key(0))
-    distill.save(config, params, target, None)
+    distill.save(config, params, target, None, 0)
     return Path(config.output)
 
 
@@ -92,7 +92,8 @@ def test_the_program_adds_it_to_a_drafter_alone(small_target, tmp_path, drafter,
     ):
         assert line in refusal(counted, "--target", small_target, "--draft", folder)
     config, params = distill_config(tmp_path, small_target), load_drafter(drafter, target).params
-    distill.save(config, params, target, None)  # a run that writes the folder again keeps it
+    distill.save(config, params, target, None, 0)  # a run that writes the folder again keeps it
     assert load_vocabulary(drafter, target).ids_U.size == 40
-    distill.save(config, params, target, vocabulary_of(np.array([2], np.int32), target))
+    found = vocabulary_of(np.array([2], np.int32), target)
+    distill.save(config, params, target, found, 0)
     assert load_vocabulary(drafter, target).ids_U.tolist() == [2]

@@ -216,7 +216,7 @@ def test_processes_decode_together_in_training(tmp_path, small_target, monkeypat
     )
     monkeypatch.setattr(decoding, "MAX_NEW_TOKENS", 8)
     alone = read_config(str(tmp_path / "config.py"), DistillConfig)
-    distill.distill(changed(alone, run_directory=str(tmp_path / "alone/run")))
+    distill.distill(changed(alone, run_directory=str(tmp_path / "alone/run"), output=None))
     command = [sys.executable, "-m", "train.distill", "--config", str(tmp_path / "config.py")]
     command += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"]
     devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import resource
@@ -196,6 +197,16 @@ def test_a_run_resumes_without_a_fresh_state_and_with_other_bookkeeping(whole, c
     config = changed(config, data_cache="elsewhere", data_workers=3, output="elsewhere")
     loop.fit(toy_job(config, start=start), None)
     assert_same_run(copy, whole)
+
+
+def test_minutes_since_the_last_save_make_another_due(whole, tmp_path, monkeypatch):
+    """The clock is read at every second step, and 45 s pass between two readings."""
+    seconds = itertools.count(step=45)
+    monkeypatch.setattr(loop, "time", Mock(monotonic=lambda: next(seconds)))
+    config = toy_config(tmp_path, save_every=100, save_every_minutes=1.0, keep_checkpoints=9)
+    loop.fit(toy_job(config), None)
+    assert steps_of(tmp_path) == ["12", "4", "8"]
+    assert_same_run(tmp_path, whole)
 
 
 def test_a_finished_run_is_left_as_it_is(whole, copy):

@@ -7,6 +7,7 @@ fsspec, through which epath reads and writes, and the store that Orbax names to 
 from __future__ import annotations
 
 import gzip
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,18 @@ from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
 from orbax.checkpoint._src.path import gcs_utils
 
+from moa_jax.config import output_of
 from moa_jax.data import sources
-from moa_jax.files import paths
+from moa_jax.files import paths, replace
 from moa_jax.files.paths import place
+from moa_jax.pretrained import load_drafter, load_target
 from moa_jax.training.checkpoint import steps_of
 from moa_jax.training.metrics import read_records
 from tests.model_folders import refusal
-from tests.train.test_training import changed
+from tests.train.test_training import CONVERSATIONS, changed, distill_config
 from tests.train.toy_run import placed_batch, toy_config, toy_job
+from train import distill, export
+from train.run import output
 from train.run.loop import fit
 from train.run.settings import expanded
 
@@ -100,6 +105,53 @@ def test_a_run_in_a_store_is_that_in_a_folder(store, tmp_path, monkeypatch):
     )
     assert ours == theirs and len(ours) > 6
     assert not (tmp_path / "gs:").exists()
+
+
+def test_a_model_in_a_store_is_complete_with_its_config(store, tmp_path, monkeypatch):
+    """An upload that is cut leaves no config.json, and is repeated; other runs are refused."""
+    config = changed(toy_config(tmp_path), run_directory=RUN, output=None)
+    trained(config)
+    folder, copy, names, cuts = place(output_of(config)), shutil.copyfileobj, [], []
+    files = {"config.json": b"{}", "model.safetensors": b"", **output.record(config, 12)}
+
+    def write():
+        output.check_writable(config, overwrite=False)
+        with replace.replacing(folder) as fresh:
+            for name, content in files.items():
+                (fresh / name).write_bytes(content)
+
+    def copied(source, *rest):
+        names.append(Path(source.name).name)
+        copy(source, *rest)
+        if cuts:
+            raise cuts.pop()
+
+    monkeypatch.setattr(shutil, "copyfileobj", copied)
+    write()
+    assert len(names) == 3 and names[-1] == "config.json"
+    cuts.append(OSError("cut"))
+    with pytest.raises(OSError, match="cut"):
+        write()
+    assert not (folder / "config.json").exists() and (folder / "model.safetensors").exists()
+    write()
+    assert {path.name for path in folder.iterdir()} == set(files)
+    other = changed(config, run_directory=str(tmp_path / "other"), output=str(folder))
+    line = refusal(output.check_writable, other, overwrite=False)
+    assert f"{folder} holds a model that the run in {RUN} wrote; choose another output" in line
+    output.check_writable(other, overwrite=True)
+
+
+@pytest.mark.slow
+def test_a_drafter_is_trained_and_exported_in_a_store(store, small_target, tmp_path):
+    """A finished run may write its own folder again."""
+    shutil.copy(CONVERSATIONS, store / "bucket" / "chat.jsonl")
+    paths = ("gs://bucket/chat.jsonl",)
+    config = changed(distill_config(tmp_path, small_target), run_directory=RUN, output=None)
+    config = changed(config, data_train=paths, data_validation=paths)
+    assert distill.distill(config) and distill.distill(config)
+    export.export(changed(config, output=f"{RUN}/step_12"), 12)
+    for name in ("final", "step_12"):
+        load_drafter(store / "bucket/runs/toy" / name, load_target(small_target))
 
 
 def test_data_is_read_from_a_store(store):

@@ -119,7 +119,9 @@ def test_an_earlier_checkpoint_resumes_and_an_earlier_drafter_decodes(earlier, c
     assert drafted[0].token_ids == plain[0].token_ids
     paths, finished = (Path(CONVERSATIONS).name,), load_drafter("draft", target).params
     config = distill_config(Path(), Path("target"))
-    distill.distill(changed(config, data_train=paths, data_validation=paths))
+    config = changed(config, data_train=paths, data_validation=paths)
+    assert "something other than this run wrote" in refusal(distill.distill, config)
+    distill.distill(config, overwrite=True)  # earlier versions recorded no run
     assert "12 steps, the last 4 in" in capsys.readouterr().err
     close = functools.partial(np.testing.assert_allclose, atol=2e-5)
     jax.tree.map(close, finished, load_drafter("draft", target).params)

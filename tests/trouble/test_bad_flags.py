@@ -21,6 +21,7 @@ RUN, WS = "--config configs/tiny.py", "--connect ws://127.0.0.1:1/"
 CORPUS = "--prompts tests/data/conversations.jsonl"
 MESH, MESH_LINE = "--mesh tensor=64", "mesh tensor=64,data=1 needs 64 devices, and there is one;"
 WHOLE = "is not a whole number of at least 1"
+STORE = "s3:// is no store that is known; use gs://, or mount it"
 URL = "gs://bucket/x is a URL, and files are written to a file system only; mount the store"
 
 # Of each program: flags, and the beginning of the line.
@@ -103,7 +104,7 @@ BAD: dict[str, dict[str, str]] = {
         "--config TMP/none.py": "no such config file: TMP/none.py; see the folder configs/",
         f"{RUN} --run.sed 3": "no such setting: --run.sed; replace 'sed' by one of directory, log",
         f"{RUN} --run.seed -1": "seed is -1; choose a whole number of at least 0",
-        f"{RUN} --output gs://bucket/x": f"output: {URL}",
+        f"{RUN} --output s3://bucket/x": f"s3://bucket/x: {STORE}",
     },
     "train.pretrain": {RUN: "configs/tiny.py defines a DistillConfig named `config`; name a file"},
     "train.regenerate": {
@@ -112,7 +113,7 @@ BAD: dict[str, dict[str, str]] = {
         f"{TARGET} {CORPUS} --output TMP/new --max-prompt 20 {MESH}": MESH_LINE,
     },
     "train.export": {
-        f"{RUN} --output gs://bucket/x": f"argument --output: {URL}",
+        f"{RUN} --output s3://bucket/x": f"s3://bucket/x: {STORE}",
     },
     "train.plot": {
         "TMP --output c.png": "TMP: has no metrics.jsonl of a run; name a run.directory",

@@ -187,7 +187,8 @@ def test_training_into_a_clone_keeps_its_history(run, train, tmp_path):
     clone, link = others_in(tmp_path / "disk"), tmp_path / "link"
     (clone / "config.json").write_text("{}")
     link.symlink_to(clone)
-    assert run("train.distill", *train, link).code == 0
+    assert run("train.distill", *train, link).refusal().endswith("with --overwrite")
+    assert run("train.distill", *train, link, "--overwrite").code == 0
     (clone / "model.safetensors").unlink()
     assert run("train.export", *train, link, "--checkpoint", "newest").code == 0
     assert link.is_symlink() and (clone / "model.safetensors").exists()

@@ -7,6 +7,7 @@ Every run:
     stop.py        signals that end a run     run_logger.py    progress line, logs, summary
     warm_start.py  weights of an earlier run  target_cache.py  the target's activations, on disk
     decoding.py    decoded tau in training    draft_vocabulary.py  the run's most frequent tokens
+    output.py      the finished model's folder
 
 Answers of the target, for train.regenerate:
 

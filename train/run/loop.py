@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from moa_jax.config import DistillConfig, PretrainConfig
+from moa_jax.config import DistillConfig, PretrainConfig, RunConfig, output_of
 from moa_jax.config.checks import is_utf8
 from moa_jax.data.batch import Batch
 from moa_jax.errors import InputError
 from moa_jax.files.paths import is_stored, place
+from moa_jax.runtime.multihost import on_first
 from moa_jax.runtime.precision import matmul_precision
 from moa_jax.training.checkpoint import Checkpoints
 from moa_jax.training.metrics import check_tensorboard
@@ -70,6 +72,7 @@ def fit(job: TrainJob, frozen: Any) -> Params | None:
             stopped = stop.reached(done)
             if not stopped:  # an earlier run may have ended between a save and its evaluation
                 _measure(job, done, state.params, frozen, watch, checkpoints)
+            saved = time.monotonic()
             while done < total and not stopped:
                 batch = job.batch(done)
                 compiles = working_on("compiling the step") if done == begun else nullcontext()
@@ -78,10 +81,11 @@ def fit(job: TrainJob, frozen: Any) -> Params | None:
                 done += 1
                 watch.updated(done, metrics, batch)
                 stopped = stop.reached(done)
-                if not stopped and _is_due(done, config.run.save_every, total):
+                if not stopped and _owes_save(config.run, done, total, saved):
                     watch.settle()  # the saved state is known to be finite
                     with working_on("saving a checkpoint"):
                         checkpoints.save(state)
+                    saved = time.monotonic()
                 if not stopped:
                     _measure(job, done, state.params, frozen, watch, checkpoints)
                 checkpoints.check()
@@ -116,6 +120,19 @@ def _measure(
             with working_on("decoding the validation prompts"):
                 watch.measured(step, "decode", job.decode(params))
             checkpoints.rate(watch.ratings())
+
+
+def _owes_save(run: RunConfig, step: int, total: int, saved: float) -> bool:
+    """Whether a checkpoint is due after `step` updates; `saved` is the time of the last one.
+
+    The clock of process 0 decides for all processes. Only every `log_every`-th update asks for it,
+    because the answer waits for the update in flight.
+    """
+    if _is_due(step, run.save_every, total):
+        return True
+    if run.save_every_minutes is None or step % run.log_every:
+        return False
+    return on_first(lambda: time.monotonic() - saved >= 60 * run.save_every_minutes)
 
 
 def _is_due(step: int, every: int, total: int) -> bool:
@@ -154,11 +171,14 @@ def check_output(config: PretrainConfig | DistillConfig) -> None:
         folders = {"run.directory": config.run.directory, "target": config.target}
         if config.init_from is not None:
             folders["init_from"] = config.init_from
-    output = Path(os.path.realpath(config.output))
+    output = _resolved(output_of(config))
     for name, folder in folders.items():
-        if is_stored(place(folder)):
-            continue
-        if Path(os.path.realpath(place(folder))).is_relative_to(output):
+        if output in (found := _resolved(folder), *found.parents):
             raise InputError(
-                f"output {config.output} is, or holds, {name} {folder}; choose another output"
+                f"output {output_of(config)} is, or holds, {name} {folder}; choose another output"
             )
+
+
+def _resolved(path: str) -> Path:
+    found = place(path)
+    return found if is_stored(found) else Path(os.path.realpath(found))

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from infer.cli.program import Progress, duration, progress
-from moa_jax.config import DistillConfig, PretrainConfig
+from moa_jax.config import DistillConfig, PretrainConfig, output_of
 from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.errors import InputError
 from moa_jax.files.paths import place
@@ -55,7 +55,7 @@ class RunLogger:
         self._optim, self._steps_per_epoch = config.optim, steps_per_epoch
         self._restarts, self._settled_s, self._figures = 0, time.monotonic(), {}
         self._run, self._total = config.run, config.optim.total_steps
-        self._output = config.output
+        self._output = output_of(config)
         self._began, self._first = time.monotonic(), step
         self._meter = _Meter(flops_per_token)
         self._pending: tuple[int, Metrics, Batch] | None = None

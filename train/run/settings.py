@@ -66,7 +66,8 @@ def overridden(config: Config, settings: Iterable[tuple[str, str]]) -> Config:
 def expanded(config: Config, above: str = "") -> Config:
     """A config with `~` expanded in all paths to write, and with an absolute `run.directory`.
 
-    Raises InputError for a path that is a URL. `run.directory` alone may be in an object store.
+    Raises InputError for a path that is a URL, but for `run.directory` and `output`, which may be
+    in an object store.
     """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
@@ -81,9 +82,11 @@ def expanded(config: Config, above: str = "") -> Config:
 
 
 def _written(path: str, name: str) -> str:
-    if name.endswith("run.directory"):
+    if name.endswith(("run.directory", "output")):
         folder = place(path)
-        return path if is_stored(folder) else os.path.abspath(folder)
+        if is_stored(folder):
+            return path
+        return os.path.abspath(folder) if name.endswith("run.directory") else str(folder)
     try:
         return str(local_path(path))
     except argparse.ArgumentTypeError as error:
