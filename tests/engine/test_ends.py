@@ -106,11 +106,12 @@ def test_closing_lets_answers_end_in_the_time_they_have():
 
 def test_a_device_that_does_not_respond_does_not_keep_an_engine_from_closing(monkeypatch):
     monkeypatch.setattr("moa_jax.engine.engine.STUCK_S", 0.1)
-    engine, is_stuck = engine_of(None), threading.Event()
-    monkeypatch.setattr(engine._batch, "read", lambda call: is_stuck.wait(WAIT_S))
+    engine, reads, is_stuck = engine_of(None), threading.Event(), threading.Event()
+    read = lambda call: (reads.set(), is_stuck.wait(WAIT_S))
+    monkeypatch.setattr(engine._batch, "read", read)
     engine.start()
     engine.submit(Request((5,), 60, NO_STOP), found := Listener())
-    wait_for(lambda: found.all)
+    assert reads.wait(WAIT_S)
     engine.close()
     assert found.wait().error == "the device does not respond"
     is_stuck.set()
