@@ -6,6 +6,7 @@ Every run:
     stop.py        signals that end a run     run_logger.py    progress line, logs, summary
     warm_start.py  weights of an earlier run  target_cache.py  the target's activations, on disk
     decoding.py    real tau while training    draft_vocabulary.py  the run's most frequent tokens
+    wall_time.py   goodput, and slow hosts
 
 Answers of the target, for train.regenerate:
 

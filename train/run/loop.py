@@ -73,6 +73,7 @@ def fit(job: TrainJob, frozen: Any) -> Params | None:
                 stopped = stop.reached(done)
                 if not stopped and _is_due(done, config.run.save_every, total):
                     watch.settle()  # the saved state is known to be finite
+                    watch.name_slow_hosts()
                     checkpoints.save(state)
                 if not stopped:
                     _measure(job, done, state.params, frozen, watch, checkpoints)
