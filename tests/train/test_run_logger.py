@@ -100,7 +100,8 @@ def test_wall_time_is_useful_or_waits_or_restarts():
 
 
 @pytest.mark.parametrize(
-    "own_s, slow", [([0.1, 0.1, 0.3], [2]), ([0.3, 0.1], [0]), ([0.1, 0.1], []), ([0.01, 0.03], [])]
+    "own_s, slow",
+    [([0.1, 0.1, 0.3], [2]), ([0.3, 0.1], [0]), ([0.1, 0.18], []), ([0.01, 0.03], [])],
 )
 def test_a_host_with_twice_the_median_of_own_work_is_named(own_s, slow):
     """The second of hosts that differ by a small part of an update delays none."""
