@@ -329,14 +329,17 @@ def _extension(folder: Path, config: Config) -> str:
     found = changes(_meta(folder)["config"], config)
     if not (changed := [each for each in found if each.startswith(EXTENDED)]):
         return ""
-    optim, fade = config.optim, getattr(getattr(config, "loss", None), "feature_fade", None)
-    line = (
+    optim, lines = config.optim, []
+    if isinstance(config, DistillConfig) and config.loss.feature_fade is not None:
+        end = config.loss.feature_fade * optim.total_steps
+        lines.append(f"; the feature loss now fades out at step {end:.0f}")
+    if isinstance(config, DistillConfig) and config.masks.staircase:
+        lines.append(f"; a MoA drafter has staircase masks until step {optim.total_steps / 2:.0f}")
+    return (
         f"{changed[0]}: the learning rate keeps its schedule, constant at "
         f"{optim.learning_rate:g} from step {optim.warmup_steps + optim.decay_steps} on"
+        + "".join(lines)
     )
-    if fade is None:
-        return line
-    return f"{line}; the feature loss now fades out at step {fade * optim.total_steps:.0f}"
 
 
 def _meta(folder: Path) -> dict[str, Any]:

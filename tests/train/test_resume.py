@@ -326,7 +326,8 @@ def test_a_run_is_extended_to_the_same_bits(whole, tmp_path, capsys, monkeypatch
     assert line.startswith("optim.total_steps 11: ") and "holds step 12; give at least" in line
     monkeypatch.setattr(checkpoint, "_meta", lambda _: {"config": dataclasses.asdict(DISTILLED)})
     longer = changed(DISTILLED, optim_total_steps=40, loss_feature_fade=0.5)
-    assert checkpoint._extension(tmp_path, longer).endswith("now fades out at step 20")
+    line = checkpoint._extension(tmp_path, longer)
+    assert "fades out at step 20; " in line and line.endswith("staircase masks until step 20")
 
 
 DISTILLED = distill_config(Path("runs"), Path("target"))
