@@ -78,10 +78,10 @@ presets = {
         "chunks.head": "512",
         "chunks.memory": "2048",
     },
-    # A copy takes a sixth of a chip, and an eighth of a GPU. `auto` would select the same, but
-    # `auto` depends on the memory available to jax, which another program may reduce.
+    # A copy takes a sixth of a chip, and a tenth to a quarter of a GPU. `auto` would select the
+    # same, but `auto` depends on the memory available to jax, which another program may reduce.
     "v5p:2x2x2": {"mesh.target": "copied"},
-    "h200:8": {"mesh.target": "copied"},
+    **dict.fromkeys(("h200:8", "h100:8", "a100:8", "b200:8"), {"mesh.target": "copied"}),
     # Four rows at a time take 72 of 121 GiB; sixteen rows would not fit.
     "h200:1": {"optim.accumulate": "4"},
 }

@@ -172,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--cache-rows", type=positive, default=2048, metavar="N", help=help)
     group.add_argument("--rows-used", type=positive, metavar="N", help="of a cache; default: all")
     group = parser.add_argument_group("machine")
-    help = "h200:1, v5e:1x1, v6e:1x1 or v5p:1x1x1; several chips, as h200:8, with --mesh"
+    help = "h200:1 (h100, a100, b200), v5e:1x1, v6e:1x1, v5p:1x1x1; several, as h200:8, with --mesh"
     group.add_argument("--topology", default="h200:1", help=help)
     add_mesh_flag(group)
     group.add_argument("--bandwidth", type=above_zero, help="in TB/s; default: the data sheet's")

@@ -97,7 +97,16 @@ def traced_spec(*axes: str | None) -> PartitionSpec:
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> Mesh:
-    """The training mesh of `devices`; InputError if the sizes do not multiply to their number."""
+    """The training mesh of `devices`.
+
+    Raises InputError if the sizes do not multiply to their number, and for TPUs of several slices.
+    """
+    slices = {getattr(each, "slice_index", None) for each in devices if each.platform == "tpu"}
+    if len(slices) > 1:
+        raise InputError(
+            f"the devices are {len(slices)} TPU slices, and no mesh over several slices (a DCN "
+            "axis) is supported; start the run on one slice"
+        )
     sizes = [cfg.data, cfg.fsdp, cfg.tensor]
     given = math.prod(size for size in sizes if size > 0)
     sizes = [len(devices) // given if size == -1 else size for size in sizes]

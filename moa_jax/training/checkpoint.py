@@ -50,6 +50,7 @@ DISK_FAULTS = [
 # TensorStore's errors for missing or corrupt content, in checkpoints without a file list.
 CORRUPT = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION: Error reading")
 CORRUPT += ("_METADATA) does not exist",)  # Orbax's own
+EXTENDED = "optim.total_steps: "  # a change of this setting is allowed
 OVERHEAD = 1 << 20  # bytes of a checkpoint besides its arrays
 # Clients of a network file system see a new file late: NFS caches a folder for up to a minute.
 SHARED_TIMEOUT_S = 60.0
@@ -97,9 +98,10 @@ class Checkpoints:
     def restore(self, abstract: TrainState) -> TrainState | None:
         """The newest intact state, with shapes and shardings of `abstract`; None if none is saved.
 
-        Renames newer damaged checkpoints, with one line on stderr each. Raises InputError for
-        different settings or rows, and if all checkpoints are damaged. Other errors of reading
-        propagate. An error renames nothing.
+        Renames newer damaged checkpoints, with one line on stderr each, and prints a line for
+        another number of steps. Raises InputError for different settings or rows, for fewer steps
+        than are done, and if all checkpoints are damaged. Other errors of reading propagate. An
+        error renames nothing.
         """
         damaged: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -116,6 +118,8 @@ class Checkpoints:
                     fault = _corruption(folder, error)
                 else:
                     self._set_aside(damaged, step)
+                    if is_first() and (line := _extension(folder, self._config)):
+                        print(line, file=sys.stderr)
                     return state
             damaged[step] = fault
         if damaged:
@@ -369,12 +373,21 @@ def _intact(folder: Path) -> Path:
 
 
 def _check_same_run(folder: Path, config: Config, data: Mapping[str, Any] | None = None) -> None:
-    """Raises InputError for a checkpoint of other settings or rows; old ones do not state rows."""
-    meta = _meta(folder)
-    if meta and (found := changes(meta["config"], config)):
+    """Raises InputError for a checkpoint of other settings or rows; old ones do not state rows.
+
+    The number of steps may differ, but must not be lower than the checkpoint's step.
+    """
+    meta, total = _meta(folder), config.optim.total_steps
+    found = changes(meta["config"], config) if meta else []
+    if found := [each for each in found if not each.startswith(EXTENDED)]:
         raise InputError(
             f"{folder.parent}: holds a run with other settings: {listed(found)}; "
             "restore them, or name another run.directory"
+        )
+    if total < int(folder.name):
+        raise InputError(
+            f"optim.total_steps {total}: {folder.parent} holds step {folder.name}; give at least "
+            "this number, or name another run.directory"
         )
     for name, before in meta.get("data", {}).items():
         if data and data.get(name) != before:
@@ -382,6 +395,24 @@ def _check_same_run(folder: Path, config: Config, data: Mapping[str, Any] | None
                 f"{folder.parent}: was trained on other data: {name}: {before} -> "
                 f"{data.get(name)}; restore the files, or name another run.directory"
             )
+
+
+def _extension(folder: Path, config: Config) -> str:
+    """The effects of another number of steps than the checkpoint's run had; "" without one."""
+    found = changes(_meta(folder)["config"], config)
+    if not (changed := [each for each in found if each.startswith(EXTENDED)]):
+        return ""
+    optim, lines = config.optim, []
+    if isinstance(config, DistillConfig) and config.loss.feature_fade is not None:
+        end = config.loss.feature_fade * optim.total_steps
+        lines.append(f"; the feature loss now fades out at step {end:.0f}")
+    if isinstance(config, DistillConfig) and config.masks.staircase:
+        lines.append(f"; a MoA drafter has staircase masks until step {optim.total_steps / 2:.0f}")
+    return (
+        f"{changed[0]}: the learning rate keeps its schedule, constant at "
+        f"{optim.learning_rate:g} from step {optim.warmup_steps + optim.decay_steps} on"
+        + "".join(lines)
+    )
 
 
 def _meta(folder: Path) -> dict[str, Any]:

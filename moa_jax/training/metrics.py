@@ -1,7 +1,7 @@
 """Logs of a run: JSON lines, TensorBoard beside them, and the peak FLOP/s of devices.
 
 metrics.jsonl   results of the run; on a CPU bit for bit the same, with any number of resumes
-speed.jsonl     starts, times and speed of this machine in the run
+speed.jsonl     starts, times, speed and end of the run on this machine
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ PEAK_FLOPS = {
     "TPU v5": 459e12,  # v5p, also named:
     "TPU v5p": 459e12,
     "TPU v6 lite": 918e12,  # v6e
+    "TPU7x": 2307e12 / 2,  # v7x, of which a chip is two devices
     "NVIDIA A100": 312e12,
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100 NVL": 835e12,

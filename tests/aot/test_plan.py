@@ -124,16 +124,24 @@ def test_products_stored_arrays_and_launches_make_the_time():
 
 @pytest.mark.parametrize(
     "topology, shape, link",
-    [("v5e:4x4", (4, 4), 100e9), ("v5p:2x2x4", (2, 2, 4), 300e9), ("h200:32", (4, 8), 450e9)],
+    [
+        ("v5e:4x4", (4, 4), 100e9),
+        ("v5p:2x2x4", (2, 2, 4), 300e9),
+        ("v7x:2x2x1", (2, 2, 1), 150e9),  # of each of a chip's two devices
+        ("h200:32", (4, 8), 450e9),
+        ("b200:8", (1, 8), 900e9),
+    ],
 )
 def test_machines_by_name(topology, shape, link):
     """A TPU at a corner of a slice has half the rate of the data sheet."""
     found = machine(topology)
     assert (found.num_chips, found.shape, found.chip.link) == (math.prod(shape), shape, link)
-    assert 0 < found.chip.flops("float32") < found.chip.flops("bfloat16") < 1e15
+    assert 0 < found.chip.flops("float32") < found.chip.flops("bfloat16") < 3e15
 
 
-@pytest.mark.parametrize("topology", ["v5e:4", "v9:4x4", "h200:2x4", "v5e:0x4", "h200:12"])
+@pytest.mark.parametrize(
+    "topology", ["v5e:4", "v9:4x4", "h200:2x4", "v5e:0x4", "h200:12", "2xv5e:4x4"]
+)
 def test_no_such_machine(topology):
     with pytest.raises(InputError, match="v5e:4x4 or h200:8|multiple of 8"):
         machine(topology)

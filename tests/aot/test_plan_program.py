@@ -22,9 +22,9 @@ from train.run.settings import load_config
 # ---- the program --------------------------------------------------------------------------
 
 
-def a_plan(rows: int, limit: float = 15.75, **rest: Any) -> dict[str, Any]:
+def a_plan(rows: int, parts: int = 1, limit: float = 15.75, **rest: Any) -> dict[str, Any]:
     """Returns the plan that `training.plan` would return if every 16 rows took one GiB."""
-    temporary = rows / 16
+    temporary = rows / 16 / parts
     memory = dict(target=0.935, drafter=0.0625, optimizer=0.125, batch=0.001)
     peak = sum(memory.values()) + temporary
     memory |= dict(temporary=temporary, peak=peak, limit=limit)
@@ -34,8 +34,10 @@ def a_plan(rows: int, limit: float = 15.75, **rest: Any) -> dict[str, Any]:
         "mesh": {"data": 1, "fsdp": 16, "tensor": 1},
         "rows_per_batch": rows,
         "row_length": 2048,
-        "accumulate": 1,
+        "accumulate": parts,
+        "target_place": "copied",
         "memory": {part: int(size * GIB) for part, size in memory.items()},
+        "evaluation_peak": 0,
         "hurried": True,
         "fits": peak <= limit,
         "model_flops": 1.6e15,
@@ -43,6 +45,9 @@ def a_plan(rows: int, limit: float = 15.75, **rest: Any) -> dict[str, Any]:
         "bytes": 1e11,
         "collectives": {"all-gather": {"count": 224, "bytes": 15 * GIB}},
         "step_s": rows / 32,
+        "hours": rows / 32 * 1000,
+        "total_steps": 3_600_000,
+        "total_tokens": 10**12,
         "mfu": 0.5,
         "tokens_per_s": 65_536.0,
         "parts_s": {"products": rows / 40, "memory": 0.1, "network": 0.02},
@@ -55,8 +60,10 @@ def planned(monkeypatch):
     asked = []
 
     def fake(config, target_cfg, wanted, hurry=False):
-        asked.append((config.data.rows_per_batch, hurry))
-        return a_plan(config.data.rows_per_batch, hurried=hurry)
+        rows, parts = config.data.rows_per_batch, config.optim.accumulate
+        place = "cut" if config.mesh.target == "cut" else "copied"
+        asked.append((rows, hurry))
+        return a_plan(rows, parts, hurried=hurry, target_place=place)
 
     monkeypatch.setattr(training, "plan", fake)
     return asked
@@ -70,13 +77,24 @@ LLAMA = "meta-llama/Meta-Llama-3-8B-Instruct"
 @pytest.mark.parametrize("rows, code, verdict", [(32, 0, "fits"), (512, 3, "does not fit")])
 def test_the_last_line_is_the_verdict(planned, capsys, rows, code, verdict):
     assert plan.main([*COMMAND, "--data.rows_per_batch", str(rows)]) == code
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == verdict
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[-1] == verdict and ("try --mesh.target cut; --fit adds" in err) == bool(code)
     assert planned == [(rows, True)]
     assert f"peak {1.123 + rows / 16:.3f}, limit 15.750" in "\n".join(lines)
     assert lines[0].endswith("preset v5e:4x4")  # the config has a preset
     assert "collectives of a step: 224 all-gather of 15.000 GiB" in lines
     assert "65,536 tokens/s with padding, 50.0% model FLOP utilisation" in lines
+    hours = f"{rows / 32 * 1000:,.2f}"
+    assert f"the whole run: 3,600,000 steps in {hours} hours, 1e+12 tokens with padding" in lines
+
+
+def test_settings_are_added_until_the_step_fits(planned, capsys):
+    assert plan.main([*COMMAND, "--data.rows_per_batch", "512", "--fit"]) == 0
+    line = "this is the plan with --mesh.target cut --optim.accumulate 4"
+    assert capsys.readouterr().out.splitlines()[-2:] == [line, "fits"]
+    assert plan.main([*COMMAND, "--data.rows_per_batch", "499", "--fit"]) == 3  # in no equal parts
+    assert "no setting is left that lowers the memory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags, preset", [((), "v5e:4x4"), (("--preset", "none"), None)])
@@ -84,7 +102,8 @@ def test_json_is_all_of_stdout(planned, capsys, flags, preset):
     """The preset of a topology can be left out."""
     assert plan.main([*COMMAND, "--json", "--full", "--data.rows_per_batch", "512", *flags]) == 3
     found = json.loads(capsys.readouterr().out)
-    assert found == a_plan(512, hurried=False) | {"preset": preset} and planned == [(512, False)]
+    assert found == a_plan(512, hurried=False) | {"preset": preset, "added": ""}
+    assert planned == [(512, False)]
     config, _ = plan._asked([*COMMAND, *flags])
     assert config == load_config(COMMAND[1], DistillConfig, [], preset)
 
@@ -135,8 +154,9 @@ def test_the_8b_step_fits_16_tpu_chips():
 
 @pytest.mark.slow
 @needs["cuda"]
-def test_where_there_is_room_each_gpu_has_a_copy_of_the_target():
-    code, found = run_plan(plan, "--config", CONFIG, "--topology", "h200:8")
+@pytest.mark.parametrize("topology", ["h200:8", "a100:8", "b200:8"])
+def test_where_there_is_room_each_gpu_has_a_copy_of_the_target(topology):
+    code, found = run_plan(plan, "--config", CONFIG, "--topology", topology)
     assert code == plan.FITS and found["mfu"] > AIM
     assert found["memory"]["target"] == pytest.approx(8.03e9 * 2, rel=0.01)
     assert found["memory"]["optimizer"] == pytest.approx(2 * 264e6 * 4 / 8, rel=0.01)

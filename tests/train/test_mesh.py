@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -133,6 +134,8 @@ def test_meshes_that_cannot_be_are_refused():
     one = jax.devices()[:1]
     assert sharding.make_mesh(MeshConfig(1, -1, 1), one).devices.shape == (1, 1, 1)
     assert "does not use 1 devices" in refusal(sharding.make_mesh, MeshConfig(1, 2, -1), one)
+    two = [SimpleNamespace(platform="tpu", slice_index=index) for index in range(2)]
+    assert "no mesh over several slices (a DCN" in refusal(sharding.make_mesh, MeshConfig(), two)
     assert "at most one of them -1" in refusal(MeshConfig, -1, -1, 1)
     config = mesh_run.config_of(MeshConfig(1, 3, 1))
     said = refusal(make_train_step, config, mesh_run.TARGET, abstract_mesh(3, 1))

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from infer.cli.flags import cluster
@@ -203,6 +205,46 @@ print("still here")
     assert (done.returncode, done.stdout) == (-signal.SIGABRT, "")
 
 
+def distilled_apart(config: Path, count: int, devices: int, *flags: str) -> str:
+    """Trains with `count` processes of `devices` each, and returns stderr of process 0."""
+    command = [sys.executable, "-m", "train.distill", "--config", str(config), *flags]
+    command += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(count), "--process"]
+    variables = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    pipes = dict(cwd=ROOT, stderr=subprocess.PIPE, text=True, env=variables)
+    each_process = [subprocess.Popen([*command, str(index)], **pipes) for index in range(count)]
+    try:
+        found = [each.communicate(timeout=400)[1] for each in each_process]
+        assert not any(each.returncode for each in each_process), found
+    finally:
+        for each in each_process:
+            each.kill()
+    return found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "devices"), [(1, 8), (2, 4)])
+def test_a_run_goes_on_with_half_the_devices(count, devices, tmp_path, small_target):
+    """Six steps on eight devices, and six more on four of one process, as twelve on one device.
+
+    Without the staircase, whose share depends on the number of steps.
+    """
+    both, target = str(tmp_path / "both"), str(small_target)
+    (tmp_path / "config.py").write_text(
+        "from pathlib import Path\n"
+        "from tests.train.test_training import changed, distill_config\n"
+        f"config = distill_config(Path({both!r}), Path({target!r}))\n"
+        "config = changed(config, data_rows_per_batch=8, masks_staircase=False)\n"
+    )
+    alone = ["--run.directory", str(tmp_path / "alone/run"), "--output", str(tmp_path / "alone/d")]
+    distilled_apart(tmp_path / "config.py", 1, 1, *alone)
+    distilled_apart(tmp_path / "config.py", count, devices, "--optim.total_steps", "6")
+    err = distilled_apart(tmp_path / "config.py", 1, 4)
+    assert "optim.total_steps: 6 -> 12" in err
+    one, other = ([r["loss"] for r in metrics(tmp_path / n, "train")] for n in ("alone", "both"))
+    assert len(one) == 6
+    np.testing.assert_allclose(other, one, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_processes_decode_together_in_training(tmp_path, small_target, monkeypatch):
     """The decoded tau at a checkpoint is that of one device; drafts are split over four devices."""
@@ -217,18 +259,7 @@ def test_processes_decode_together_in_training(tmp_path, small_target, monkeypat
     monkeypatch.setattr(decoding, "MAX_NEW_TOKENS", 8)
     alone = read_config(str(tmp_path / "config.py"), DistillConfig)
     distill.distill(changed(alone, run_directory=str(tmp_path / "alone/run"), output=None))
-    command = [sys.executable, "-m", "train.distill", "--config", str(tmp_path / "config.py")]
-    command += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"]
-    devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    pipes = dict(cwd=ROOT, stderr=subprocess.PIPE, text=True, env=devices)
-    both = [subprocess.Popen([*command, index], **pipes) for index in "01"]
-    try:
-        for each in both:
-            _, told = each.communicate(timeout=400)
-            assert each.returncode == 0, told
-    finally:
-        for each in both:
-            each.kill()
+    distilled_apart(tmp_path / "config.py", 2, 2)
     (one,), (other,) = (metrics(tmp_path / name, "decode") for name in ("alone", "both"))
     assert one["decoded_tau"] == other["decoded_tau"]
 

@@ -329,6 +329,22 @@ def test_a_run_with_other_settings_or_rows_is_refused_by_their_names(whole, copy
     assert_same_run(copy, whole)
 
 
+def test_a_run_is_extended_to_the_same_bits(whole, tmp_path, capsys, monkeypatch):
+    """More steps may be given on a resume, and fewer than are done may not."""
+    config = toy_config(tmp_path)
+    loop.fit(toy_job(changed(config, optim_total_steps=8)), None)
+    loop.fit(toy_job(config), None)
+    for one, two in zip(final_state(tmp_path), final_state(whole), strict=True):
+        assert one.tobytes() == two.tobytes()
+    assert "optim.total_steps: 8 -> 12: the learning rate keeps its" in capsys.readouterr().err
+    line = refusal(loop.fit, toy_job(changed(config, optim_total_steps=11)), None)
+    assert line.startswith("optim.total_steps 11: ") and "holds step 12; give at least" in line
+    monkeypatch.setattr(checkpoint, "_meta", lambda _: {"config": dataclasses.asdict(DISTILLED)})
+    longer = changed(DISTILLED, optim_total_steps=40, loss_feature_fade=0.5)
+    line = checkpoint._extension(tmp_path, longer)
+    assert "fades out at step 20; " in line and line.endswith("staircase masks until step 20")
+
+
 DISTILLED = distill_config(Path("runs"), Path("target"))
 
 

@@ -18,6 +18,7 @@ from tests.model_folders import refusal
 from tests.train.toy_run import placed_batch, steps_of, toy_config, toy_job
 from train.run.loop import fit
 from train.run.start import describe
+from train.run.wall_time import WallTime, slow_lines
 
 BAD = 6  # the batch of this step makes the loss NaN: it is update 7
 
@@ -90,16 +91,43 @@ def test_speed_is_logged_with_the_metrics(tmp_path, monkeypatch, capsys):
     kind = jax.devices()[0].device_kind
     monkeypatch.setitem(metrics.PEAK_FLOPS, kind, 1e9)
     fit(toy_job(toy_config(tmp_path), flops_per_token=100.0), None)
-    speeds = [each for each in records(tmp_path, "speed") if "tokens_per_s" in each]
-    assert speeds
+    speed = records(tmp_path, "speed")
+    assert [speed[0]["kind"], speed[-1]["kind"]] == ["start", "end"]
+    speeds = [each for each in speed if "tokens_per_s" in each]
+    assert speeds and all(0 <= each["goodput"] <= 1 for each in speeds)
     for record in speeds:
         assert record["flops_per_s"] == pytest.approx(100 * record["tokens_per_s"], rel=1e-6)
         share = record["flops_per_s"] / (1e9 * jax.device_count())
         assert record["mfu"] == pytest.approx(share, rel=1e-4, abs=1e-7)
+        assert record["step_s"] > 0 and 0 < record["goodput"] <= 1
     assert all(r["tokens"] == 32 and "finite" not in r for r in records(tmp_path, kind="train"))
     assert not any("tokens_per_s" in record for record in records(tmp_path))
     (shown,) = [line for line in capsys.readouterr().err.splitlines() if "train 12/12" in line]
     assert "loss " in shown and "tokens/s " in shown and "MFU " in shown
+
+
+def test_wall_time_is_useful_or_waits_or_restarts():
+    """Lost updates belong to a restart, and the time after an end does not count."""
+    first = [("start", 0, 1000), ("speed", 10, 1060), ("start", 10, 1100), ("speed", 20, 1160)]
+    then = [("end", 20, 1170), ("start", 20, 9000), ("speed", 30, 9020)]
+    known = [{"kind": kind, "step": step, "time": at} for kind, step, at in first + then]
+    older = {"kind": "speed", "step": 5}  # of a version without times
+    wall = WallTime([older, *(record | {"step_s": 2.0} for record in known)])
+    line = wall.line(9030)  # 60 s of updates, 100 s of waits and 40 s of a restart
+    assert line.startswith("goodput 30% of 0.06 h") and "; 50% waits" in line
+    assert line.endswith("20% restarts (1)")
+
+
+@pytest.mark.parametrize(
+    "own_s, slow",
+    [([0.1, 0.1, 0.3], [2]), ([0.3, 0.1], [0]), ([0.1, 0.18], []), ([0.01, 0.03], [])],
+)
+def test_a_host_with_twice_the_median_of_own_work_is_named(own_s, slow):
+    """The second of hosts that differ by a small part of an update delays none."""
+    lines = slow_lines("abc"[: len(own_s)], own_s, update_s=1.0)
+    assert [line.partition(" is slow")[0] for line in lines] == [
+        f"process {process} on {'abc'[process]}" for process in slow
+    ]
 
 
 def test_tensorboard_gets_every_loss(tmp_path, monkeypatch):

@@ -97,7 +97,7 @@ BAD: dict[str, dict[str, str]] = {
     "infer.info": {"--target TMP": "TMP/config.json is missing; check that TMP is a model folder"},
     "infer.plan": {
         "": "no --shape; name the target to plan for",
-        f"{PLAN} --topology h200:8": "topology h200:8 has 8 chips, and decoding uses 1; name a",
+        f"{PLAN} --topology h200:8": "topology h200:8 has 8 devices, and decoding uses 1; name a",
         f"--shape moa_jax/demo/target --mode chain {PAPER}": "this drafter belongs to another ta",
     },
     "train.distill": {

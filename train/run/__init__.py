@@ -3,11 +3,11 @@
 Every run:
 
     settings.py    configs, dotted flags      loop.py          the training loop
-    start.py       checks of data, first line
+    start.py       checks, the first line     output.py        the finished model's folder
     stop.py        signals that end a run     run_logger.py    progress line, logs, summary
     warm_start.py  weights of an earlier run  target_cache.py  the target's activations, on disk
     decoding.py    decoded tau in training    draft_vocabulary.py  the run's most frequent tokens
-    output.py      the finished model's folder
+    wall_time.py   goodput, and slow hosts
 
 Answers of the target, for train.regenerate:
 

@@ -83,6 +83,7 @@ def fit(job: TrainJob, frozen: Any) -> Params | None:
                 stopped = stop.reached(done)
                 if not stopped and _owes_save(config.run, done, total, saved):
                     watch.settle()  # the saved state is known to be finite
+                    watch.name_slow_hosts()
                     with working_on("saving a checkpoint"):
                         checkpoints.save(state)
                     saved = time.monotonic()

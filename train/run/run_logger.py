@@ -30,6 +30,7 @@ from moa_jax.training.metrics import (
 from moa_jax.training.optim import rate_of_update
 from moa_jax.training.update import Metrics
 from train.run.start import describe
+from train.run.wall_time import HostTimes, WallTime
 
 TAUS = ("simulated_tau", "decoded_tau")
 MOST_BATCHES = 16  # saved of skipped updates; all skipped steps are logged
@@ -57,7 +58,7 @@ class RunLogger:
         self._run, self._total = config.run, config.optim.total_steps
         self._output = output_of(config)
         self._began, self._first = time.monotonic(), step
-        self._meter = _Meter(flops_per_token)
+        self._meter, self._hosts = _Meter(flops_per_token), HostTimes()
         self._pending: tuple[int, Metrics, Batch] | None = None
         self._bar, self._log, self._speed = Progress(), None, None
         with contextlib.ExitStack() as stack:
@@ -73,7 +74,7 @@ class RunLogger:
         kept = self._speed.kept
         self._restarts = sum(record["kind"] == "start" for record in kept)
         self._bar.line(describe(step, self._total, layout, kept, is_resumed))
-        self._timed(step, "start", {"layout": layout})
+        self._wall.add(self._timed(step, "start", {"layout": layout}))
 
     def _history(self, step: int) -> tuple[list[Record], list[str], int]:
         """Earlier records with taus, kinds of record at `step`, number of skipped updates."""
@@ -95,6 +96,7 @@ class RunLogger:
             mirror = stack.enter_context(tensorboard(folder / "tensorboard", kept))
         self._log = MetricsLog(folder / "metrics.jsonl", kept, mirror)
         self._speed = MetricsLog(folder / "speed.jsonl", kept, mirror)
+        self._wall = WallTime(self._speed.kept)
         self._bar = progress(self._total, "train", initial=step)
         stack.callback(self._log.close)
         stack.callback(self._speed.close)
@@ -115,9 +117,11 @@ class RunLogger:
 
         Raises InputError as `settle`.
         """
+        self._hosts.enter()
         before, self._pending = self._pending, (step, metrics, batch)
         if before is not None:
             self._read(*before)
+        self._hosts.leave()
 
     def settle(self) -> None:
         """Waits for the last update, reads its metrics and syncs all records to disk.
@@ -143,6 +147,14 @@ class RunLogger:
             self._bar.line(f"step {step} {kind}: {', '.join([*shown, duration(seconds)])}")
             self._bar.note(self._figures | self._newest())
         self._meter.pause()
+        self._hosts.pause()
+
+    def name_slow_hosts(self) -> None:
+        """Prints a line per slow host; every process calls this after `settle`, at a save."""
+        times, self._hosts = self._hosts, HostTimes()
+        lines = times.slow_hosts()
+        for line in lines if is_first() else ():
+            self._bar.line(line)
 
     def _timed(self, step: int, kind: str, figures: Record) -> Record:
         """Writes and returns a record of speed.jsonl with the time and the number of restarts."""
@@ -161,7 +173,9 @@ class RunLogger:
         self._bar = Progress()
         if is_first():
             text = self._next(step, stopped) if stopped else self._summary()
-            print(text, file=sys.stderr, flush=True)
+            print(self._wall.line(time.time()), text, sep="\n", file=sys.stderr, flush=True)
+            if not stopped:
+                self._timed(step, "end", {})
 
     def _next(self, step: int, stopped: str) -> str:
         return (
@@ -200,6 +214,10 @@ class RunLogger:
         if self._steps_per_epoch is not None:
             values["epoch"] = step / self._steps_per_epoch
         record = self._log.write(step, "train", values)
+        if speed:
+            now = {"step": step, "kind": "speed", "time": time.time()}
+            self._wall.add(now | speed)
+            speed["goodput"] = self._wall.goodput(now["time"])
         self._timed(step, "speed", speed)
         skipped = {"skipped": self._skipped} if self._skipped else {}
         self._figures = {"loss": record["loss"]} | _shown(speed) | skipped
@@ -238,24 +256,25 @@ class _Meter:
         self._flops = flops_per_token
         peak = peak_flops(jax.devices()[0].device_kind)
         self._peak = peak and peak * jax.device_count()
-        self._tokens, self._since = 0, None
+        self._tokens, self._updates, self._since = 0, 0, None
 
     def pause(self) -> None:
         """Restarts the measurement when the next update ends."""
-        self._tokens, self._since = 0, None
+        self._tokens, self._updates, self._since = 0, 0, None
 
     def count(self, tokens: int) -> None:
         if self._since is None:
             self._since = time.perf_counter()
         else:
-            self._tokens += tokens
+            self._tokens, self._updates = self._tokens + tokens, self._updates + 1
 
     def read(self) -> Record:
-        """Tokens/s, FLOP/s, MFU and peak memory, where known; restarts the measurement."""
+        """Tokens/s, s per update, FLOP/s, MFU, peak memory if known; restarts the measurement."""
         if not self._tokens:
             return {}
-        found: Record = {"tokens_per_s": self._tokens / (time.perf_counter() - self._since)}
-        self._tokens, self._since = 0, time.perf_counter()
+        seconds = time.perf_counter() - self._since
+        found: Record = {"tokens_per_s": self._tokens / seconds, "step_s": seconds / self._updates}
+        self._tokens, self._updates, self._since = 0, 0, time.perf_counter()
         if self._flops:
             found["flops_per_s"] = self._flops * found["tokens_per_s"]
             if self._peak:

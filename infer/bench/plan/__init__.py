@@ -2,5 +2,5 @@
 
 decoding.py  the cost of decoding           training.py  the cost of a training step
 hlo.py       parses compiled programs       lowering.py  compiles programs, prices products
-machines.py  accelerators by name           h200.txtpb   describes an H200 to XLA's compiler
+machines.py  accelerators by name           gpu.txtpb    describes a GPU to XLA's compiler
 """

@@ -47,14 +47,15 @@ class PlanRequest(NamedTuple):
 
     def check(self) -> None:
         """Raises InputError for a request that cannot be planned."""
-        name, chips, uses = self.machine.name, self.machine.num_chips, math.prod(self.mesh.values())
+        name, uses = self.machine.name, math.prod(self.mesh.values())
+        chips, chip = self.machine.num_devices, self.machine.chip
         nodes, rows, levels = self.shape.num_rows, self.cache_rows, self.shape.levels
         breadth, vocab_size = self.shape.most_children, self.target.vocab_size
-        used, weights = self.rows_used or 0, (self.weights, self.machine.chip.compiler)
+        used, lacks_fp8 = self.rows_used or 0, self.weights == "fp8" and not chip.fp8
         faults = {
-            f"topology {name} has {chips} chips, and decoding uses {uses}; name a machine of "
+            f"topology {name} has {chips} devices, and decoding uses {uses}; name a machine of "
             f"{uses}, or add --mesh tensor={chips}": chips != uses,
-            f"--weights fp8: {name} does not multiply it; use int8": weights == ("fp8", "tpu"),
+            f"--weights fp8: {name} does not multiply it; use int8": lacks_fp8,
             f"a cache of {rows} rows is too small for a draft of {nodes} nodes; raise "
             "--cache-rows": nodes >= rows,
             f"--breadth {breadth} is more than the {vocab_size} tokens that can be drafted; choose "
@@ -143,7 +144,7 @@ def cost(request: PlanRequest, decode: lowering.HloModule, prefill: lowering.Hlo
     The roofline leaves out launches, collectives and all kernels but the products.
     """
     chip, sizes = request.machine.chip, request.mesh
-    shares = lowering.Shares(request.machine.num_chips, sizes.get("tensor", 1), request.used)
+    shares = lowering.Shares(request.machine.num_devices, sizes.get("tensor", 1), request.used)
     products = [each for each in lowering.products(decode.jaxpr, shares) if each.in_loop]
     kernels = [each for each in hlo.kernels(decode.hlo) if each.in_loop]
     of = lambda name, found: [each for each in found if phase_of(each.label) == name]

@@ -6,7 +6,8 @@ Times are modelled, not measured. Memory and collectives are those of the compil
 product or Pallas kernel takes the longer of two times: its FLOPs at ATTAINED of the chip's peak,
 and its bytes at the memory's full rate. The arrays of all other kernels are written and read once.
 Collectives add their time, as if kernels hid none of them. The evaluation between steps takes the
-whole batch at once; it is compiled for its memory if a step takes the batch in several parts.
+whole batch at once; it is compiled for its memory if a step takes the batch in several parts. The
+hours of a run are those of its steps.
 
 Full optimisation for a TPU takes minutes. With low effort, libtpu is six times as fast and its
 memory figure is right within a few percent, which is enough unless the result is close to the
@@ -69,12 +70,14 @@ def plan(
     memory = held | {"temporary": peak - sum(held.values()), "peak": peak}
     return {
         "topology": machine.name,
-        "chips": machine.num_chips,
+        "chips": machine.num_devices,
         "mesh": dict(mesh.shape),
         "rows_per_batch": rows,
         "row_length": config.data.row_length,
         "accumulate": config.optim.accumulate,
+        "target_place": program.target_place,
         "memory": memory | {"limit": machine.chip.memory},
+        "evaluation_peak": evaluation.peak_bytes and evaluation.peak_bytes + held["optimizer"],
         "hurried": bool(options),
         "fits": None not in (step.hlo, evaluation.hlo) and peak <= machine.chip.memory,
     } | _cost(config, target_cfg, machine, step)
@@ -86,16 +89,35 @@ def is_close(found: Plan) -> bool:
     return abs(peak - limit) <= CLOSE * limit
 
 
+def smaller(config: DistillConfig, found: Plan) -> list[tuple[str, str]]:
+    """Settings that lower the peak of a plan, by dotted name; empty if none is left.
+
+    Chunks come first, because they change results by rounding only, and the parts of a batch last.
+    Neither makes room for weights.
+    """
+    memory, mesh, rows = found["memory"], found["mesh"], found["rows_per_batch"]
+    held = sum(memory[part] for part in ("target", "drafter", "optimizer", "batch"))
+    has_room = held < memory["limit"]
+    if has_room and not (config.chunks.head and config.chunks.memory):
+        return [("chunks.head", "512"), ("chunks.memory", "1024")]
+    if found["target_place"] == "copied" and mesh["fsdp"] > 1:
+        return [("mesh.target", "cut")]
+    has_room &= found["evaluation_peak"] <= memory["limit"]  # it takes the batch at once
+    parts = range(found["accumulate"] + 1, rows + 1) if has_room else ()
+    fitting = (n for n in parts if rows % n == 0 and rows // n % (mesh["data"] * mesh["fsdp"]) == 0)
+    return [("optim.accumulate", str(n)) for n in fitting][:1]
+
+
 def _cost(
     config: DistillConfig, target_cfg: TargetConfig, machine: Machine, step: lowering.HloModule
 ) -> Plan:
     """FLOPs, bytes, collectives and the modelled time of a step, by bottleneck."""
-    chip, chips = machine.chip, machine.num_chips
+    chip, chips = machine.chip, machine.num_devices
     tokens = config.data.rows_per_batch * config.data.row_length
     per_token = flops.model_flops_per_token(config, target_cfg)
     peak = chip.flops(config.run.dtype)
     products = [*lowering.products(step.jaxpr, lowering.Shares(chips, chips))]
-    found: Plan = dict.fromkeys(("bytes", "step_s", "parts_s", "tokens_per_s", "mfu"))
+    found: Plan = dict.fromkeys(("bytes", "step_s", "parts_s", "tokens_per_s", "mfu", "hours"))
     collectives = hlo.collectives(step.hlo) if step.hlo else {}
     if step.hlo:
         kernels = (each for each in hlo.kernels(step.hlo) if not each.is_product)
@@ -112,9 +134,12 @@ def _cost(
             "parts_s": parts,
             "tokens_per_s": tokens / step_s,  # padding counts
             "mfu": per_token * tokens / (step_s * chips * peak),
+            "hours": config.optim.total_steps * step_s / 3600,
         }
     return found | {
         "flops": sum(each.times * each.flops for each in products),
         "model_flops": per_token * tokens,
+        "total_steps": config.optim.total_steps,
+        "total_tokens": config.optim.total_steps * tokens,
         "collectives": collectives,
     }
