@@ -151,7 +151,7 @@ def test_prompts_are_decoded_at_checkpoints_and_the_summary_names_the_best(tmp_p
     err = capsys.readouterr().err
     assert "step 8 decode: decoded_tau 1.75, " in err
     newest = "simulated_tau 2.25 (step 12), decoded_tau 1.5 (step 12)"
-    *_, bar, last = err.splitlines()
+    *_, bar, _, last = err.splitlines()
     assert bar.startswith("train 12/12") and bar.endswith(newest)  # not the taus before
     assert last.startswith("12 steps, the last 12 in ")
     assert newest.replace(",", ";") + "; best by decoded_tau 1.75 at step 8" in last

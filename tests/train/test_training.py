@@ -414,7 +414,7 @@ def test_a_preset_comes_before_flags_and_an_unknown_one_is_refused():
     assert load_config(path, DistillConfig, [], "h200:1").optim.accumulate == 4
     flags = ["--optim.accumulate", "2"]
     assert load_config(path, DistillConfig, flags, "h200:1").optim.accumulate == 2
-    assert load_config(path, DistillConfig, [], "none") == read_config(path, DistillConfig)
+    assert load_config(path, DistillConfig, [], "none") == load_config(path, DistillConfig, [])
     for name, choice in ((path, "choose from v5e:4x4, "), (TINY, "leave the flag out")):
         line = refusal(distill.main, ["--config", name, "--preset", "h200:2"])
         assert line.startswith(f"--preset h200:2: no such preset in {name}; {choice}")

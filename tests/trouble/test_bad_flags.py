@@ -123,7 +123,7 @@ BAD: dict[str, dict[str, str]] = {
         f"{TARGET} --corpus TMP/half --size 9 --output TMP/v": "TMP/half/b.jsonl.partial cannot be",
         "--target t --corpus c --size 1 --output gs://bucket/x": f"argument --output: {URL}",
     },
-    "train.plan": {f"{RUN} --topology h100:x": "unknown topology 'h100:x'; name v5p:2x2x4, v5e"},
+    "train.plan": {f"{RUN} --topology h100:x": "unknown topology 'h100:x'; name sides or GPUs of"},
     "infer.peers.unpickle": {"TMP TMP/new": "TMP holds no pytorch_model*.bin; name the folder"},
 }
 
