@@ -105,7 +105,6 @@ def test_draft_accept_lengths_with_the_right_mask(folder, name):
 # ---- any pair -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_training_time_test_equals_the_oracle(wide_target, tmp_path):
     """Compares loss and gradients of two rows, in chunks; the head lacks some target tokens."""
     drafter, lengths, steps = drafter_of("eagle3", wide_target), (16, 12), 3
