@@ -18,18 +18,17 @@ from infer.peers import unpickle
 from moa_jax import load_drafter
 from moa_jax.config import (
     ChunkConfig,
-    DraftShape,
     Eagle3Config,
     FeedbackConfig,
     LossConfig,
     Objective,
 )
 from moa_jax.drafters import eagle, eagle3, eagle_common
-from moa_jax.drafters.api import CandidateSampler
 from moa_jax.pretrained import save_drafter
 from moa_jax.training.distillation import tap
-from tests.compare import assert_close, assert_norm_close, assert_value
+from tests.compare import assert_norm_close, assert_value
 from tests.conftest import arrays_of, golden_cases
+from tests.decode.test_trees import SHAPES
 from tests.drafters.test_kinds import drafter_of, wide_target  # noqa: F401
 from tests.drafting import (
     batch_of,
@@ -85,13 +84,6 @@ def test_draft_loss_and_gradients(folder, noise):
             assert_norm_close(value, expected[f"noise0/{name}"], name)
 
 
-SHAPES = {
-    "d4b3t8": DraftShape(4, 3, 8),
-    "d5b1t4": DraftShape(5),
-    "d7b8t62": DraftShape(7, 8, 62),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", golden_cases("eagle_", "generate.npz"))
 @pytest.mark.parametrize("name", SHAPES)
@@ -113,20 +105,6 @@ def test_draft_accept_lengths_with_the_right_mask(folder, name):
 # ---- any pair -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
-def test_drafts_equal_the_oracle(wide_target, name, tmp_path):
-    """Compares the tokens and logits of a chain, from files in the official layout."""
-    drafter = drafter_of(name, wide_target)
-    weights = _saved(drafter, wide_target, tmp_path / "d")
-    prompt = [5, 17, 60, 33, 9, 71, 12]
-    reads = _reads(wide_target, _tapped(wide_target, drafter, _line(prompt[:-1])), 0)
-    tokens, logits = oracle.draft(name, weights, reads, prompt, 4, _sizes(wide_target))
-    ours, logits_NV = _drafted(wide_target, load_drafter(tmp_path / "d", wide_target), prompt, 5)
-    assert ours == tokens
-    assert_close(logits_NV, logits.numpy(), "logits")
-
-
-@pytest.mark.slow
 def test_training_time_test_equals_the_oracle(wide_target, tmp_path):
     """Compares loss and gradients of two rows, in chunks; the head lacks some target tokens."""
     drafter, lengths, steps = drafter_of("eagle3", wide_target), (16, 12), 3
@@ -142,36 +120,26 @@ def test_training_time_test_equals_the_oracle(wide_target, tmp_path):
     )
     parts, gradient = loss_and_gradient(wide_target, drafter, batch, objective)
 
-    files = _saved(drafter, wide_target, tmp_path / "d")
+    save_drafter(tmp_path / "d", "eagle3", drafter.config, drafter.params, wide_target)
+    files = {name: torch.from_numpy(x.copy()) for name, x in tensors_of(tmp_path / "d").items()}
     learnt = {name: files[name].requires_grad_() for name in gradient}
-    tapped, conversations = _tapped(wide_target, drafter, batch), []
+    functions = make(wide_target, drafter)
+    pass_of = lambda batch: tap(
+        wide_target.config, functions, wide_target.params, batch, jnp.float32
+    )
+    tapped, conversations = jax.jit(pass_of)(batch), []
     for row, size in enumerate(lengths):
         cut = (row, slice(0, size))
         tokens, answer = (x[cut].tolist() for x in (batch.tokens_BT, batch.response_BT))
         reads = _reads(wide_target, tapped, cut)
         conversations.append(oracle.LearntConversation(tokens, reads, answer))
-    expected = oracle.loss_eagle3(files, conversations, steps, 0.8, _sizes(wide_target))
+    block = wide_target.config.block
+    sizes = oracle.Sizes(block.head_dim, block.rms_norm_eps, block.rope_theta)
+    expected = oracle.loss_eagle3(files, conversations, steps, 0.8, sizes)
     assert_value(parts["loss"], expected.detach(), "loss")
     slopes = torch.autograd.grad(expected, list(learnt.values()))
     for name, slope in zip(learnt, slopes, strict=True):
         assert_norm_close(gradient[name], slope, name)
-
-
-def _saved(drafter, target, folder):
-    """Returns the drafter's files, as torch tensors."""
-    save_drafter(folder, drafter.method, drafter.config, drafter.params, target)
-    return {name: torch.from_numpy(x.copy()) for name, x in tensors_of(folder).items()}
-
-
-def _sizes(target):
-    block = target.config.block
-    return oracle.Sizes(block.head_dim, block.rms_norm_eps, block.rope_theta)
-
-
-def _tapped(target, drafter, batch):
-    functions = make(target, drafter)
-    tapped = lambda batch: tap(target.config, functions, target.params, batch, jnp.float32)
-    return jax.jit(tapped)(batch)
 
 
 def _reads(target, tapped, cut):
@@ -180,39 +148,6 @@ def _reads(target, tapped, cut):
     head = as_torch(target.params["lm_head"].T)
     embed = as_torch(target.params["embed"])
     return oracle.Reads(as_torch(tapped.hidden_BTD[cut]), streams, embed, head)
-
-
-def _line(tokens):
-    ones = np.ones((1, len(tokens)), np.int32)
-    return batch_of(np.array([tokens]), ones, ones)
-
-
-def _drafted(target, drafter, prompt, depth):
-    """Returns the first round's tokens and logits."""
-    functions, verified = make(target, drafter), prompt[:-1]
-    shared = functions.shared_params(target.params)
-    tapped = _tapped(target, drafter, _line(verified))
-    ids = functions.draft_ids
-
-    @jax.jit
-    def drafted(params, shared, tapped):
-        cache = functions.init_cache(1, 16, jnp.float32)
-        zero_B, tokens_BT = jnp.zeros(1, jnp.int32), jnp.array([verified])
-        digest = functions.condense(params, zero_B, tapped)
-        cache = functions.extend(params, shared, cache, tokens_BT, zero_B, digest)
-        seen = []
-        guide = CandidateSampler(
-            lambda logits_BWU, _: seen.append(logits_BWU[0, 0]) or logits_BWU,
-            None,
-            None if ids is None else jnp.array(ids),
-            target.config.vocab_size,
-        )
-        root = (jnp.array(prompt[-1:]), jnp.array([len(verified)]), DraftShape(depth), guide)
-        tree, _ = functions.propose(params, shared, cache, *root)
-        return tree.tokens_BN[0, 1:], jnp.stack(seen)
-
-    tokens_N, logits_NU = drafted(drafter.params, shared, tapped)
-    return tokens_N.tolist(), logits_NU
 
 
 # ---- files --------------------------------------------------------------------------------

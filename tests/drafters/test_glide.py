@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from moa_jax import load_drafter, load_target
-from moa_jax.data.batch import Batch
 from moa_jax.drafters import glide, losses
 from moa_jax.model import masks
 from moa_jax.pretrained import save_drafter
@@ -22,15 +21,6 @@ from tests.drafting import (
 from tests.model_folders import assert_same_tensors
 
 recorded = pytest.mark.parametrize("folder", golden_cases("glide_", "train.npz"))
-
-
-def comparable(batch: Batch, block_size: int) -> Batch:
-    """Removes the first block from the answers: in the recordings, it reads all of the memory.
-
-    With one layer, the first block does not affect later tokens, which are equal in both.
-    """
-    later_BT = batch.position_BT >= block_size
-    return batch._replace(response_BT=batch.response_BT & later_BT)
 
 
 # ---- recorded cases -----------------------------------------------------------------------
@@ -62,9 +52,14 @@ def test_draft_training_forward(folder):
 
 @recorded
 def test_draft_loss_and_gradients(folder):
-    """Compares answers after the first block, and the recordings if that block has no answer."""
+    """Compares answers after the first block, and the recordings if that block has no answer.
+
+    In the recordings, the first block reads all of the memory. With one layer, it does not affect
+    later tokens, which are equal in both.
+    """
     target, drafter, arrays, batch = recorded_training(folder)
-    some = comparable(batch, drafter.config.block_size)
+    later_BT = batch.position_BT >= drafter.config.block_size
+    some = batch._replace(response_BT=batch.response_BT & later_BT)
     parts, gradient = loss_and_gradient(target, drafter, some)
     goal_BTV = arrays["hidden_states"][-1] @ np.asarray(target.params["lm_head"])
     each_BT = losses.soft_cross_entropy(jnp.asarray(goal_BTV), jnp.asarray(arrays["logits"]))

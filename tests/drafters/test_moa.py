@@ -179,20 +179,6 @@ def test_draft_optimiser_steps(folder):
         assert_norm_close(final[name], steps[f"final/{name}"], name)
 
 
-@recorded
-def test_draft_cached_equals_training(folder):
-    """Cached drafting of each row's first answer returns the training forward's logits."""
-    case, pair, batch = recorded_pair(folder)
-    expected_BTV = case.train["vfl0_sc0/logits"].numpy()
-    response_BT = case.train["response_mask"].numpy()
-    start_B = response_BT.argmax(axis=1)
-    answers = zip(response_BT, start_B, strict=True)
-    count_B = [int(np.argmin(np.append(row[start:], 0))) for row, start in answers]
-    logits_BWV = pair.cached(batch, start_B, max(count_B))
-    for b, (start, count) in enumerate(zip(start_B, count_B, strict=True)):
-        assert_close(logits_BWV[b, :count], expected_BTV[b, start : start + count], f"row {b}")
-
-
 @partial(jax.jit, static_argnums=(0, 6))
 def drafted_logits(moa: Moa, params, shared, tokens_BT, tapped, start_B, count: int):
     """Returns logits (B, count, V): tokens before `start_B` are verified, the others are one chain.

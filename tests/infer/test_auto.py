@@ -8,21 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from infer.cli.flags import auto, pair
-from infer.cli.program import Parser
 from moa_jax.config import DraftShape
 from moa_jax.decode.session import Session
 from moa_jax.speculation.calibrate import TURNS
 from moa_jax.speculation.controller import NO_DRAFT
 from tests.decode.test_chunks import drafter, target
+from tests.infer.test_pair import parse
 
 OWN = DraftShape(4)
-
-
-def parse(*flags: str):
-    parser = Parser("test", None)
-    pair.add_pair_flags(parser)
-    pair.add_draft_flags(parser)
-    return parser.parse_args(list(flags))
 
 
 def test_ways_are_plain_the_own_shape_chains_and_a_tree():

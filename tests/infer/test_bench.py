@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from infer import bench
@@ -17,22 +16,15 @@ from infer.bench import decode_tables as report
 from infer.bench import phases, random_pair, traffic
 from infer.bench import statistics as figures
 from infer.bench.flags import TREE, check, modes_of, parser_of
-from infer.bench.simulate import accept_with
 from infer.bench.statistics import Run
 from infer.info import ROOT
 from moa_jax import InputError, Result, load_drafter, load_target
-from moa_jax.config import BlockConfig, DraftShape, MoaConfig, TargetConfig
-from moa_jax.decode import step
-from moa_jax.decode.sampling import make_batch_sampling
-from moa_jax.decode.session import GREEDY, rows_of
-from moa_jax.decode.state import StaticConfig, StopConditions, Weights
-from moa_jax.drafters import DRAFTERS
+from moa_jax.config import BlockConfig, MoaConfig, TargetConfig
 from moa_jax.pretrained import save_drafter, save_target
 
 BLOCK = BlockConfig(16, 2, 1, 8, 24, 1e-5, 10000.0, None)
 TARGET = TargetConfig("llama", 64, 2, BLOCK, False, 256)
 DRAFT = MoaConfig(1, 24, 1, 24, 1, 16)
-LAW = make_batch_sampling(rows_of(GREEDY, 1), 64)
 
 
 @functools.cache
@@ -118,35 +110,6 @@ def test_bytes_of_small_programs():
     assert traffic.bytes_read(jax.jit(written), held, rows) == 4 * 400
 
 
-# ---- pairs without files, simulated drafts -------------------------------------------------
-
-
-def decoded(shape: DraftShape, probability: float, rows: int = 8) -> list[int]:
-    """Returns accept lengths of simulated rounds, and separately those truncated by the limit."""
-    target, drafter = tiny()
-    functions = DRAFTERS["moa"].make(drafter.config, TARGET)
-    setup = StaticConfig(TARGET, functions, shape, accept_with(probability))
-    weights = Weights(target.params, drafter.params)
-    limits = StopConditions(jnp.full(rows, 200), jnp.full((rows, 8), -1), jnp.int32(2**31 - 1))
-
-    @jax.jit
-    def run(weights, prompt_BT, length_B):
-        sizes = {"capacity": 200, "chunks": (32,)}
-        state = step.prefill(setup, weights, prompt_BT, length_B, limits, LAW, **sizes)
-        return step.decode(setup, weights, state, limits, LAW)
-
-    state = run(weights, jnp.ones((rows, 4), jnp.int32), jnp.full(rows, 4))
-    pairs = zip(np.asarray(state.accept_lengths_BR), np.asarray(state.rounds_B), strict=True)
-    return [int(length) for lengths_R, count in pairs for length in lengths_R[: count - 1]]
-
-
-@pytest.mark.slow
-def test_simulated_chains_have_the_tau_of_their_probability():
-    p, lengths = 0.6, decoded(DraftShape(4), 0.6)
-    assert np.mean(lengths) == pytest.approx(1 + p + p**2 + p**3, abs=0.15)
-    assert {1, 2, 3, 4} == set(lengths)
-
-
 # ---- the program --------------------------------------------------------------------------
 
 
@@ -202,6 +165,16 @@ def test_simulated_acceptance_is_labelled(stored, capsys, hasty):
     text = capsys.readouterr().out
     assert "SIMULATED: drafts are accepted with probability 1.0" in text
     assert "| chain 4 (simulated) | " in text and "| 4.00 | 9 |" in text
+
+
+@pytest.mark.slow
+def test_simulated_chains_have_the_tau_of_their_probability(stored, capsys, hasty):
+    p = 0.6
+    flags = ["--modes", "chain", "--chain-depth", "4", "--simulate-acceptance", str(p), "--json"]
+    bench.main([*stored, *flags, "--max-new-tokens", "240", "--repeats", "1", "--no-phases"])
+    (chain,) = json.loads(capsys.readouterr().out)["modes"]
+    assert chain["tau"] == pytest.approx(1 + p + p**2 + p**3, abs=0.15)
+    assert chain["acceptance_conditional"] == pytest.approx([p] * 3, abs=0.1)
 
 
 def test_modes_of_flags():

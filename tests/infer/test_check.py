@@ -21,6 +21,9 @@ from moa_jax.pretrained import describe_target
 from tests.model_folders import edit_tensors, refusal, save_random_pair, tensors_of
 
 PROMPTS = [[5, 6, 7], [60, 3]]  # no other prompt and no answer contains the token 60
+LOOSE = (  # flags under which no figure is a fault
+    "--max-kl 99 --max-mean-kl 99 --max-logit-difference 99 --min-top1 0.01 --min-top5 0.01"
+).split()
 FIGURES = {
     *("tokens", "mean_kl", "worst_kl", "agreement", "top5_agreement", "logit_difference"),
 }
@@ -99,8 +102,7 @@ def test_one_changed_row_fails_the_prompt_that_reads_it(ask, folder, lines):
     code, out, _ = ask(*against(folder, target="changed"))
     assert code == 1 and out.rstrip().endswith("FAILED: 1 of 2 prompts")
     assert "\nprompt 2: worst KL" in out and "\nprompt 1: " not in out
-    loose = "--max-kl 99 --max-mean-kl 99 --max-logit-difference 99 --min-top1 0.01 --min-top5 0.01"
-    assert ask(*against(folder, *loose.split(), target="changed"))[0] == 0
+    assert ask(*against(folder, *LOOSE, target="changed"))[0] == 0
 
 
 @pytest.mark.slow
@@ -111,8 +113,7 @@ def test_drafted_text_that_differs_fails_in_float32_alone(ask, folder, monkeypat
     said = "token 3 is 6, plain 5; the target prefers plain's by 0.01"
     assert code == 1 and first["faults"] == [f"chain: {said}"]
     assert first["differences"]["chain"] == {"index": 3, "plain": 5, "drafted": 6, "margin": 0.01}
-    loose = "--max-kl 99 --max-mean-kl 99 --max-logit-difference 99 --min-top1 0.01 --min-top5 0.01"
-    code, out, _ = ask(*against(folder, "--dtype", "bfloat16", *loose.split()))
+    code, out, _ = ask(*against(folder, "--dtype", "bfloat16", *LOOSE))
     assert code == 0 and f"prompt 2, chain: {said} (no fault in bfloat16)" in out
 
 

@@ -87,11 +87,6 @@ class CaughtSession(Exception):
 # ---- drafting with the vocabulary ---------------------------------------------------------
 
 
-def heads(session: Session) -> tuple[Any, Any]:
-    """Returns the heads of the drafter and of the target."""
-    return session.weights.vocabulary.head_DU, session.weights.target["lm_head"]
-
-
 def test_a_small_target_drafts_from_it_on_request(stored, opened):
     session, err = opened(*named(stored))
     assert session.weights.vocabulary is None and "drafts from" not in err
@@ -123,7 +118,7 @@ def test_the_flag_overrides_the_default(stored, opened, tmp_path):
     target = describe_target(stored / "target")
     other = save_vocabulary(tmp_path / "other.safetensors", vocabulary_of(IDS[:9], target))
     session, err = opened(*named(stored), "--draft-vocabulary", str(other))
-    assert heads(session)[0].shape == (60, 9) and "drafts from" not in err
+    assert session.weights.vocabulary.head_DU.shape == (60, 9) and "drafts from" not in err
     assert session.vocabulary.file == other
 
 

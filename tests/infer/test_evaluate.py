@@ -1,7 +1,6 @@
 """The evaluation program: one run of a small pair, resumed, refused, and with a wrong answer."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +50,6 @@ def finished(folder) -> Path:
     return folder / "run"
 
 
-@pytest.fixture
-def resumed(folder, finished, tmp_path, capsys):
-    """Runs the same command on a copy of the folder after a function has changed the copy."""
-    command = flags(folder, tmp_path / "run", "--depth", "3")
-    shutil.copytree(finished, tmp_path / "run")
-
-    def run(*more: str, change=lambda folder: None):
-        change(tmp_path / "run")
-        code = evaluate.main([*command, *more])
-        return code, json.loads(capsys.readouterr().out), tmp_path / "run"
-
-    return run
-
-
 def test_answers_and_report(finished):
     names = ["a-chain", "plain"]
     assert sorted(p.stem for p in (finished / "talk").iterdir()) == names
@@ -72,12 +57,6 @@ def test_answers_and_report(finished):
         found = lines(finished / "talk" / f"{name}.jsonl")
         assert [line["question_id"] for line in found] == [1, 2, 4]
         assert [len(line["choices"][0]["turns"]) for line in found] == [2, 1, 1]
-        for line in found:
-            (choice,) = line["choices"]
-            assert sum(choice["new_tokens"]) == len(choice["new_tokens"]) + sum(
-                choice["accept_lengths"]
-            )
-            assert sum(choice["decoding_steps"]) == len(choice["accept_lengths"])
     document = json.loads((finished / "report.json").read_text())
     assert [(r["set"], r["model"]) for r in document["rows"]] == [
         (name, model) for name in ("talk", "all") for model in ("plain", "a-chain")
@@ -105,28 +84,12 @@ def test_a_second_turn_follows_our_answer(folder, finished):
     assert choice["prompt_tokens"][1] == len(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def test_a_finished_run_only_repeats_its_report(resumed, finished, monkeypatch):
+def test_a_finished_run_only_repeats_its_report(folder, finished, monkeypatch, capsys):
     monkeypatch.setattr(Session, "generate", None)
-    code, document, folder = resumed()
-    assert not code
-    assert document == json.loads((finished / "report.json").read_text())
-    for path in (finished / "talk").iterdir():
-        assert (folder / "talk" / path.name).read_bytes() == path.read_bytes()
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_is_resumed(resumed, finished):
-    def cut(folder: Path) -> None:
-        path = folder / "talk" / "a-chain.jsonl"
-        path.write_bytes(path.read_bytes()[:-40])
-
-    code, document, folder = resumed(change=cut)
-    assert not code and document["rows"][0]["questions"] == 3
-    for path in (finished / "talk").iterdir():
-        old, new = lines(path), lines(folder / "talk" / path.name)
-        assert new[:2] == old[:2]
-        ours, theirs = new[2]["choices"][0], old[2]["choices"][0]
-        assert ours["token_ids"] == theirs["token_ids"] and ours["wall_time"] != theirs["wall_time"]
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    assert not evaluate.main(flags(folder, finished, "--depth", "3"))
+    assert json.loads(capsys.readouterr().out) == json.loads(before[finished / "report.json"])
+    assert before == {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
 
 
 def test_a_changed_answer_is_noticed(folder, tmp_path, monkeypatch, capsys):

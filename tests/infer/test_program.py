@@ -26,6 +26,15 @@ def exit_code(main, arguments=None) -> int:
     return exit.value.code
 
 
+def raising(error, cause=None):
+    """Returns a program that ends by an error."""
+
+    def main(arguments):
+        raise error from cause
+
+    return main
+
+
 def parsing(arguments):
     parser = program.Parser("infer.toy", "A toy.\n\n    kept as it is")
     parser.add_argument("--depth", type=int, default=5, help="levels")
@@ -78,10 +87,8 @@ CAUSES = {  # of the error that ends a program
 
 @pytest.mark.parametrize("code, cause", [(code, each) for code in CAUSES for each in CAUSES[code]])
 def test_an_error_is_one_line_and_its_cause_decides_the_code(code, cause, capsys):
-    def main(arguments):
-        raise InputError("weights.safetensors: cut short\nfetch it again") from cause
-
-    assert exit_code(main) == code
+    error = InputError("weights.safetensors: cut short\nfetch it again")
+    assert exit_code(raising(error, cause)) == code
     line = f"{__name__}: weights.safetensors: cut short fetch it again\n"
     assert capsys.readouterr() == ("", line)
 
@@ -99,33 +106,21 @@ def test_a_path_that_cannot_be_used_is_one_line_and_exit_2(tmp_path, name, reaso
 
 
 def test_a_full_disk_is_one_line_and_other_system_errors_are_ours(capsys):
-    def full(arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def wrong(arguments):
-        raise OSError("ours")
-
-    assert exit_code(full) == 75
+    assert exit_code(raising(OSError(errno.ENOSPC, "No space left on device"))) == 75
     said = "No space left on device; make room, or choose another path"
     assert capsys.readouterr().err == f"{__name__}: {said}\n"
     with pytest.raises(OSError, match="ours"):
-        program.run(wrong)
+        program.run(raising(OSError("ours")))
 
 
 def test_interruption_is_quiet(capsys):
-    def main(arguments):
-        raise KeyboardInterrupt
-
-    assert exit_code(main) == 130
+    assert exit_code(raising(KeyboardInterrupt())) == 130
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_fault_of_ours_keeps_its_traceback():
-    def main(arguments):
-        raise ValueError("ours")
-
     with pytest.raises(ValueError, match="ours"):
-        program.run(main)
+        program.run(raising(ValueError("ours")))
 
 
 def test_a_closed_pipe_is_quiet():

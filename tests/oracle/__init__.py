@@ -2,7 +2,7 @@
 
     blocks.py        one decoder layer: norms, rotary embedding, grouped attention, SwiGLU
     moa.py           the drafter: memory, masks, the training forward
-    eagle.py         drafting with EAGLE-1 and EAGLE-3, and EAGLE-3's loss
+    eagle.py         EAGLE-3's loss
     learn.py         losses and gradients
     decode.py        plain decoding without a cache
     recorded.py      cases recorded from the authors' code, as inputs of the above

@@ -1,6 +1,6 @@
-"""Drafting a chain with EAGLE-1 and EAGLE-3, and EAGLE-3's loss, without caches.
+"""EAGLE-3's loss, without caches.
 
-This code follows the papers.
+This code follows the paper.
 
 Entry p is made of the token at position p and the feature of position p - 1: the target's if that
 position is verified, else the drafter's own. Position 0 has no entry. RoPE counts positions only by
@@ -37,31 +37,6 @@ class Sizes(NamedTuple):
     head_dim: int
     eps: float
     theta: float
-
-
-def _part(weights: Weights, prefix: str, sizes: Sizes) -> TorchBlock:
-    inside = {name.removeprefix(prefix): x for name, x in weights.items() if prefix in name}
-    frequency = rope_frequency(sizes.theta, sizes.head_dim)
-    return TorchBlock(inside, sizes.head_dim, sizes.eps, frequency)
-
-
-def draft(
-    method: str,
-    weights: Weights,
-    reads: Reads,
-    tokens: Sequence[int],
-    count: int,
-    sizes: Sizes,
-) -> tuple[list[int], Tensor]:
-    """Returns the next `count` tokens and their logits; the last of `tokens` is the root.
-
-    Logits of EAGLE-3 are over the draft vocabulary.
-    """
-    if method == "eagle":
-        layer = _eagle(weights, reads, sizes)
-        return _chain(reads, reads.hidden, tokens, count, *layer, None)
-    layer = _eagle3(weights, sizes)
-    return _chain(reads, _fused(weights, reads), tokens, count, *layer, weights["d2t"])
 
 
 class LearntConversation(NamedTuple):
@@ -108,22 +83,13 @@ def _fused(weights: Weights, reads: Reads) -> Tensor:
     return functional.linear(torch.cat(list(reads.streams), dim=-1), weights["fc.weight"])
 
 
-def _eagle(weights: Weights, reads: Reads, sizes: Sizes) -> tuple[Layer, Layer]:
-    """Returns the layer, a function of embeddings and previous features, and the target's head."""
-    block = _part(weights, "layers.0.", sizes)
-
-    def feature(embedding_TD: Tensor, before_TD: Tensor) -> Tensor:
-        both = torch.cat([embedding_TD, before_TD], dim=-1)
-        x_TD = functional.linear(both, weights["fc.weight"], weights.get("fc.bias"))
-        mixed_BTX = _attention(block, x_TD[None])  # no norm at the input, as the official layer
-        return add_mlp(block, x_TD + block.linear("self_attn.o_proj", mixed_BTX[0]))
-
-    return feature, lambda x_TD: x_TD @ reads.head.T
-
-
 def _eagle3(weights: Weights, sizes: Sizes) -> tuple[Layer, Layer]:
     """Returns the layer, a function of embeddings and previous features, and its own head."""
-    block = _part(weights, "midlayer.", sizes)
+    inside = {
+        name.removeprefix("midlayer."): x for name, x in weights.items() if "midlayer." in name
+    }
+    frequency = rope_frequency(sizes.theta, sizes.head_dim)
+    block = TorchBlock(inside, sizes.head_dim, sizes.eps, frequency)
 
     def feature(embedding_TD: Tensor, before_TD: Tensor) -> Tensor:
         both = [block.norm("input_layernorm", embedding_TD), block.norm("hidden_norm", before_TD)]
@@ -134,21 +100,6 @@ def _eagle3(weights: Weights, sizes: Sizes) -> tuple[Layer, Layer]:
         return rms_norm(x_TD, weights["norm.weight"], sizes.eps) @ weights["lm_head.weight"].T
 
     return feature, logits
-
-
-def _chain(reads, true_TD, tokens, count, feature, logits, d2t) -> tuple[list[int], Tensor]:
-    tokens, seen = list(tokens), []
-    verified = len(tokens) - 1
-    features = [true_TD[i] for i in range(verified)]
-    for _ in range(count):
-        entries = range(1, len(tokens))
-        embedding_TD = reads.embed[[tokens[p] for p in entries]]
-        out_TD = feature(embedding_TD, torch.stack([features[p - 1] for p in entries]))
-        seen.append(logits(out_TD[-1]))
-        best = int(seen[-1].argmax())
-        tokens.append(best if d2t is None else best + int(d2t[best]))
-        features.append(out_TD[-1])
-    return tokens[verified + 1 :], torch.stack(seen)
 
 
 def _attention(block: TorchBlock, h_BTD: Tensor) -> Tensor:
