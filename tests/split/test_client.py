@@ -44,8 +44,6 @@ def files(tmp_path_factory):
     texts = {
         "token": "secret\n",
         "wrong": "other\n",
-        "bad.jsonl": '{"prompt_ids": [1, "x"]}\n',
-        "broken.jsonl": '{"prompt_ids": [1\n',
         "two.jsonl": '{"prompt_ids": [5, 9, 4, 17, 23]}\n{"prompt_ids": [7]}\n',
     }
     for name, text in texts.items():
@@ -84,9 +82,6 @@ def refused(found: Done) -> str:
 REFUSED = {
     "": "there is no prompt",
     "--prompt-ids 5,1000": "outside the vocabulary",
-    "--prompts {bad}": "not a list of whole numbers",
-    "--prompts {broken}": "broken.jsonl",
-    "--prompt Hello": "no tokenizer.json",
     "--prompt-ids 5 --stop x": "--stop needs text",
     "--prompt-ids 5 --offline --mode stream": "leave out --offline",
     "--prompt-ids 5 --draft lookup": "--mode chain: this drafter cannot write token by token",

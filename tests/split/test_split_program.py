@@ -1,4 +1,4 @@
-"""The program infer.server, and flags that infer.server, infer.client and infer.bench refuse."""
+"""The program infer.server, and its events."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from websockets.sync.client import connect
 
-from infer import bench, client, server
-from infer.cli import program
 from infer.http.log import EventLog, WarningHandler
 from infer.server_process import Child
 from infer.split_client.link import ServerAddress
@@ -23,41 +21,6 @@ from tests.certificates import certificate
 from tests.meeting import wait_for
 from tests.pairs import Pair, random_pair_of
 from tests.split.split_client import ask
-
-PROGRAMS = {
-    "client": client.main,
-    "server": server.main,
-    "bench": lambda arguments: bench.main(["--split", *arguments]),
-}
-FILES = {"empty": "\n", "words": "two words\n", "junk": "no PEM\n"}
-WS, WSS = "client --connect ws://127.0.0.1:1/", "client --connect wss://127.0.0.1:1/"
-REFUSED = {  # the program with its flags, and a part of the error
-    "client": "one of the arguments --connect --offline is required",
-    "client --connect http://127.0.0.1:1/": "give ws://HOST:PORT/v1/split",
-    f"{WS} --token-file {{words}}": "one word of printable ASCII",
-    f"{WSS} --tls-ca {{junk}}": "holds no certificate",
-    f"{WS} --logit-bias 3:1": "logit_bias cannot be sent",
-    "client --offline --mode tree --depth 1": "drafts nothing",
-    "server --host 0.0.0.0": "lets other machines in; give --token-file, or --open",
-    "server --token-file {empty}": "one word of printable ASCII",
-    "server --tls-cert {junk}": "no certificate with its key",
-    "server --chunk 5000": "--chunk 5000: clients take at most 4096 at once",
-    "server --warm 1,9 --max-nodes 7": "--warm 9: drafts have at most 8 nodes",
-    'server --speculative-config {{"num_speculative_tokens":3}}': "give --lengths to infer.client",
-    "bench --draft lookup": "--draft lookup cannot write token by token, as chain asks",
-}
-
-
-@pytest.mark.parametrize("line", REFUSED)
-def test_split_programs_refuse_flags_with_one_line(line, tmp_path, capsys):
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    name, *flags = line.format(**{name: tmp_path / name for name in FILES}).split()
-    with pytest.raises(SystemExit) as exit:
-        program.run(PROGRAMS[name], flags)
-    shown = capsys.readouterr()
-    assert (exit.value.code, shown.out) == (2, "") and shown.err.count("\n") == 1
-    assert REFUSED[line] in shown.err
 
 
 def test_events_are_lines_that_a_full_pipe_cannot_stop():
