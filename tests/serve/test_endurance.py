@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.meeting import wait_for
 from tests.serve.served_program import (
     HEADERS,
     WAIT_S,
@@ -30,7 +31,7 @@ from tests.serve.served_program import (
     mixed,
     program,
 )
-from tests.serve.toy_server import CHATS, wait_for
+from tests.serve.toy_server import CHATS
 
 pytestmark = pytest.mark.slow
 SOAK_SECONDS = float(os.environ.get("MOA_SOAK_SECONDS", "300"))

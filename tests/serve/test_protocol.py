@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from moa_jax.decode.sampling import Sampling
+from tests.meeting import wait_for
 from tests.serve.toy_server import (
     CHATS,
     COMPLETIONS,
@@ -19,7 +20,6 @@ from tests.serve.toy_server import (
     error_of,
     likely_of,
     text_of,
-    wait_for,
 )
 
 

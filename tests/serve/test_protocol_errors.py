@@ -10,6 +10,7 @@ import time
 import httpx
 import pytest
 
+from tests.meeting import wait_for
 from tests.serve.toy_server import (
     COMPLETIONS,
     LONG,
@@ -17,7 +18,6 @@ from tests.serve.toy_server import (
     ToyEngine,
     answer_of,
     error_of,
-    wait_for,
 )
 
 # ---- errors ---------------------------------------------------------------------------------

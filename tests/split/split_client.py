@@ -443,10 +443,7 @@ def serving(slots: Any, pairing: dict[str, Any], vocab_size: int, **limits: Any)
         chunk=slots.chunk,
         max_prompt=slots.max_tokens // 2,
     )
-    found = RunningSplit(slots, server_limits, ConnectionLimits(**limits), pairing, vocab_size)
-    found.start()
-    try:
+    connection_limits = ConnectionLimits(**limits)
+    with RunningSplit(slots, server_limits, connection_limits, pairing, vocab_size) as found:
         yield found
         assert found.metric("split_failures_total") == 0
-    finally:
-        found.stop()
