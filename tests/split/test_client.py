@@ -15,20 +15,10 @@ from moa_jax.split.client_drafter import ClientDrafter
 from tests.certificates import certificate
 from tests.conftest import Done
 from tests.meeting import free_port
-from tests.pairs import NO_STOP, Pair, random_pair_of
+from tests.pairs import NO_STOP
 from tests.split.split_client import ResettingProxy, relayed, serving
 
 PROMPT, NEW = [5, 9, 4, 17, 23], 12
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("pair")
-
-
-@pytest.fixture(scope="module")
-def pair(folder) -> Pair:
-    return random_pair_of("llama", 1, folder)
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +42,16 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def ask(folder, server, files, run, monkeypatch):
+def ask(pair, server, files, run, monkeypatch):
     """Runs the program and returns its exit code and output; it compiles its programs alone."""
     monkeypatch.setattr(ClientDrafter, "warm", lambda self, counts, shapes: None)
 
-    def ask(*flags: object, port=None, url=None, draft=None) -> Done:
+    def ask(*flags: object, port=None, url=None) -> Done:
         url = url or f"ws://127.0.0.1:{port or server.port}/v1/split"
         where = [] if "--offline" in flags else ["--connect", url]
         if where and "--token-file" not in flags:
             where += ["--token-file", files["token"]]
-        models = ["--target", folder / "target", "--draft", draft or folder / "draft"]
+        models = ["--target", pair.target.folder, "--draft", pair.drafter.folder]
         models += ["--dtype", "float32", "--target-layer-inference", 1, "--timeout", 30]
         models += ["--lengths", "2"] if "--mode" not in flags else []
         return run("infer.client", *where, *models, "--max-new-tokens", NEW, *flags)
