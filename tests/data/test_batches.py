@@ -9,10 +9,8 @@ import pytest
 from moa_jax.config import DataConfig
 from moa_jax.data import batches, chat, sources
 from moa_jax.data import tokenizer as tk
-from tests.data.conftest import CONVERSATIONS
+from tests.data.conftest import CONVERSATIONS, PAD, numbered_rows
 from tests.model_folders import refusal
-
-PAD = 7
 
 
 def examples(seed: int, count: int = 200, longest: int = 40) -> list[chat.Example]:
@@ -71,12 +69,6 @@ def test_an_example_longer_than_a_row_is_cut(place):
     rows = place([long, given], 16, PAD)
     assert rows.tokens_BT[0].tolist() == list(range(100, 116))
     assert rows.tokens_BT[1][0] == given.tokens_T[0]
-
-
-def numbered_rows(count: int):
-    """Returns rows of one repeated token: the row's number, from 1 on."""
-    given = [chat.Example(np.full(4, i + 1, np.int32), np.ones(4, bool)) for i in range(count)]
-    return batches.pad(given, 4, PAD)
 
 
 def dealt(source, steps) -> list[list[int]]:

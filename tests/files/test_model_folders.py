@@ -64,7 +64,6 @@ def test_hub_ids_of_pickles_name_the_converter(pair, monkeypatch):
         ("config.json", "{", "config.json is not valid JSON"),
         ("config.json", "[]", "config.json holds no JSON object"),
         (WEIGHTS, -1, "model.safetensors is cut short"),
-        (WEIGHTS, 50, "model.safetensors is cut short"),
         (WEIGHTS, 0, "model.safetensors is cut short"),
         (WEIGHTS, None, "holds no model.safetensors"),
     ],
@@ -85,7 +84,6 @@ def test_an_index_that_cannot_be_followed_is_refused(pair):
     for weight_map, says in (
         ({"model.norm.weight": "model-1.safetensors"}, "model-1.safetensors is missing though"),
         ({"model.norm.weight": 1}, "index.json: weight_map does not map tensors to files"),
-        ([], "index.json: weight_map does not map tensors to files"),
     ):
         (pair / "target" / INDEX).write_text(json.dumps({"weight_map": weight_map}))
         assert says in refusal(load_target, pair / "target")

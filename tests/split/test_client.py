@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
-import ssl
 
 import pytest
 
 from infer.bench.network import in_thread
 from moa_jax.split import protocol
 from moa_jax.split.client_drafter import ClientDrafter
-from tests.certificates import certificate
 from tests.conftest import Done
 from tests.meeting import free_port
 from tests.pairs import NO_STOP
@@ -177,17 +175,3 @@ def test_disconnect_program_reports_it_and_exits_with_0(policy, ask, server, pai
     if policy == "verify":
         (plain,) = pair.plain.generate([PROMPT], 30, NO_STOP)
         assert result["token_ids"] == plain.token_ids and "[connected again]" in err
-
-
-@pytest.mark.slow
-def test_split_client_checks_certificates(ask, server, tmp_path):
-    """A certificate without a signature is refused, and the right one is accepted."""
-    cert, key = certificate(tmp_path)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(cert, key)
-    with relayed(server.port, lambda message, seen: [message], token="secret", tls=tls) as port:
-        url = f"wss://127.0.0.1:{port}/v1/split"
-        said = refused(ask(*IDS, url=url))
-        assert "its certificate is not trusted (" in said and "see --tls-ca" in said
-        code, out, err = ask(*IDS, "--tls-ca", cert, url=url)
-        assert code == 0 and len(out.split()) == NEW, err

@@ -70,6 +70,7 @@ BAD: dict[str, dict[str, str]] = {
     },
     "infer.convert": {
         f"{TARGET} --output TMP/new --to ours": "--to describes a drafter; name it with --draft",
+        f"{TARGET} --output TMP/new --for-client": "--for-client describes a drafter; name it",
         f"{TARGET} --output TMP/draft": "TMP/draft exists already; choose another or add",
     },
     "infer.serve": {
