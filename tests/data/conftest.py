@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moa_jax.config import DataConfig
 from moa_jax.data import batches, sources
 from moa_jax.data import tokenizer as tk
 from moa_jax.data.batch import Batch
@@ -12,6 +13,14 @@ from moa_jax.data.chat import Example
 
 PAD = 7
 CONVERSATIONS = str(Path(__file__).parent / "conversations.jsonl")
+CONFIG = DataConfig(
+    train=(CONVERSATIONS,),
+    validation=(CONVERSATIONS,),
+    max_length=256,
+    row_length=256,
+    rows_per_batch=4,
+    seed=5,
+)
 
 
 def numbered_rows(count: int, first: int = 1) -> Batch:

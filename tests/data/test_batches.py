@@ -6,10 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from moa_jax.config import DataConfig
 from moa_jax.data import batches, chat, sources
 from moa_jax.data import tokenizer as tk
-from tests.data.conftest import CONVERSATIONS, PAD, numbered_rows
+from tests.data.conftest import CONFIG, CONVERSATIONS, PAD, numbered_rows
 from tests.model_folders import refusal
 
 
@@ -100,16 +99,6 @@ def test_few_rows_are_filled_up_with_empty_ones():
     empty = batch.tokens_BT[:, 0] == PAD
     assert not batch.segment_BT[empty].any() and not batch.response_BT[empty].any()
     assert batch.segment_BT[~empty].all()
-
-
-CONFIG = DataConfig(
-    train=(CONVERSATIONS,),
-    validation=(CONVERSATIONS,),
-    max_length=256,
-    row_length=256,
-    rows_per_batch=4,
-    seed=5,
-)
 
 
 def test_load_keeps_all_conversations(talk_tokenizer):

@@ -16,7 +16,6 @@ from moa_jax.pretrained import (
     load_drafter,
     load_target,
     save_drafter,
-    stored_dtype,
 )
 from tests.conftest import golden_cases
 from tests.model_folders import assert_same_tensors, edit_json, edit_tensors, refusal
@@ -188,17 +187,6 @@ def test_drafters_that_the_fork_cannot_run_are_not_written_for_it(saved, tmp_pat
         source = {name: saved / family / name for name in ("target", "draft")}
         assert says in refusal(convert, **source, to="vllm", output=tmp_path / "new")
         assert not (tmp_path / "new").exists()
-
-
-def test_dtypes_convert(pair, tmp_path, capsys):
-    new, target = tmp_path / "new", pair / "target"
-    flags = dict(target=target, draft=pair / "draft", dtype="bfloat16")
-    convert("--json", *STATED, **flags, output=new)
-    done = json.loads(capsys.readouterr().out)
-    assert (done["layout"], done["dtype"], done["notices"]) == ("ours", "bfloat16", [])
-    assert stored_dtype(new) == "bfloat16"
-    convert("--overwrite", target=target, output=new)
-    assert_same_tensors(target, new)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

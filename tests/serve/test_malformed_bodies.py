@@ -98,7 +98,6 @@ ONE = [  # a path, fields, `param`, and the rest of the message after `param`
     (COMPLETIONS, {"prompt": ""}, "prompt", ": the prompt is empty"),
     (COMPLETIONS, {"prompt": [[7], [VOCAB]]}, "prompt[1]", " holds 2048; give token ids"),
     (COMPLETIONS, {"prompt": [True, 7]}, "prompt[0]", " is true: "),
-    (COMPLETIONS, {"prompt": [HALF]}, "prompt[0]", ' is "\\ud800": '),
     (COMPLETIONS, {"prompt": [[7], [7] * 512]}, "prompt[1]", ": the prompt has 512 tokens, and"),
     (COMPLETIONS, {"prompt": ["x"] * 129}, "prompt", " has 129 prompts; give at most 128"),
     (COMPLETIONS, {"prompt": ["x"] * 100, "n": 2}, "n", " is 2 for 100 prompts"),

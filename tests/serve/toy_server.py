@@ -186,15 +186,21 @@ class Running(ServerThread):
 
     def socket(self, path: str, body: dict[str, Any], receive_bytes: int = 0) -> socket.socket:
         """Sends a request over a raw connection, and returns the connection."""
-        data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         made = socket.socket()
         if receive_bytes:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         made.settimeout(PATIENCE)
         made.connect(("127.0.0.1", self.port))
-        made.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        made.sendall(raw_post(path, body))
         return made
+
+
+def raw_post(path: str, body: dict[str, Any], **headers: str) -> bytes:
+    """Returns the bytes of a request."""
+    data = json.dumps(body).encode()
+    headers |= {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(data))}
+    lines = [f"POST {path} HTTP/1.1", *map(": ".join, headers.items()), "", ""]
+    return "\r\n".join(lines).encode() + data
 
 
 def text_of(tokens: list[int]) -> str:

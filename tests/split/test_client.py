@@ -25,30 +25,17 @@ def server(slots, facts, pair):
         yield found
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """Returns files for flags, by name."""
-    folder = tmp_path_factory.mktemp("files")
-    texts = {
-        "token": "secret\n",
-        "wrong": "other\n",
-        "two.jsonl": '{"prompt_ids": [5, 9, 4, 17, 23]}\n{"prompt_ids": [7]}\n',
-    }
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-    return {name.partition(".")[0]: str(folder / name) for name in texts}
-
-
 @pytest.fixture
-def ask(pair, server, files, run, monkeypatch):
+def ask(pair, server, run, tmp_path, monkeypatch):
     """Runs the program and returns its exit code and output; it compiles its programs alone."""
     monkeypatch.setattr(ClientDrafter, "warm", lambda self, counts, shapes: None)
+    (tmp_path / "token").write_text("secret\n")
 
     def ask(*flags: object, port=None, url=None) -> Done:
         url = url or f"ws://127.0.0.1:{port or server.port}/v1/split"
         where = [] if "--offline" in flags else ["--connect", url]
         if where and "--token-file" not in flags:
-            where += ["--token-file", files["token"]]
+            where += ["--token-file", tmp_path / "token"]
         models = ["--target", pair.target.folder, "--draft", pair.drafter.folder]
         models += ["--dtype", "float32", "--target-layer-inference", 1, "--timeout", 30]
         models += ["--lengths", "2"] if "--mode" not in flags else []
@@ -73,7 +60,7 @@ REFUSED = {
     "--prompt-ids 5 --stop x": "--stop needs text",
     "--prompt-ids 5 --offline --mode stream": "leave out --offline",
     "--prompt-ids 5 --draft lookup": "--mode chain: this drafter cannot write token by token",
-    "--prompt-ids 5 --token-file {wrong}": "rejects this token",
+    "--prompt-ids 5 --token-file TMP/wrong": "rejects this token",
     "--prompt-ids 5 --max-new-tokens 80": "1 tokens and 80 are to follow, but the server holds 64",
     f"--prompt-ids 5{',5' * 39}": "prompt 0 has 40 tokens, but the server reads 32 at most",
     "--prompt-ids 5 --target-layer-inference 0": "N (target layers that the drafter reuses)",
@@ -81,9 +68,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_split_client_refuses_with_one_line(line, ask, files, monkeypatch):
+def test_split_client_refuses_with_one_line(line, ask, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    assert REFUSED[line] in refused(ask(*line.format(**files).split()))
+    (tmp_path / "wrong").write_text("other\n")
+    assert REFUSED[line] in refused(ask(*line.replace("TMP", str(tmp_path)).split()))
 
 
 def test_split_client_reports_a_missing_server(ask, server):
@@ -123,8 +111,10 @@ FIELDS = set(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stream", "chain"])
-def test_split_client_json_is_the_targets_answer_with_figures(mode, ask, pair, files):
-    code, out, err = ask("--prompts", files["two"], "--stop-ids", "", "--json", "--mode", mode)
+def test_split_client_json_is_the_targets_answer_with_figures(mode, ask, pair, tmp_path):
+    prompts = tmp_path / "two.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in (PROMPT, [7])))
+    code, out, err = ask("--prompts", prompts, "--stop-ids", "", "--json", "--mode", mode)
     assert code == 0 and out.count("\n") == 1, err
     found = json.loads(out)
     assert found.keys() == {"results", "settings", "traffic"}

