@@ -117,7 +117,6 @@ ONE = [  # a path, fields, `param`, and the rest of the message after `param`
     (CHATS, {"top_logprobs": 21}, "top_logprobs", " is 21: expected `int` <= 20"),
     (CHATS, {"top_logprobs": 2}, "top_logprobs", " goes with logprobs; "),
     (CHATS, {"echo": True}, "echo", " is true: a chat does not repeat"),
-    (CHATS, {"add_special_tokens": True}, "add_special_tokens", " is not supported; "),
     ("/tokenize", {"messages": HELLO}, "prompt", " and messages; give one of them"),
     ("/tokenize", {"prompt": HALF}, "prompt", ' is "\\ud800": expected Unicode'),
     ("/detokenize", {"tokens": [5000]}, "tokens", " holds 5000; "),
