@@ -72,6 +72,18 @@ def edit_tensors(folder: Path, drop: str = " ", **changes: np.ndarray) -> None:
     save_file(kept | changes, folder / "model.safetensors")
 
 
+def save_shards(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, str]:
+    """Writes two shards with an index, and returns the file of each tensor."""
+    names, file_of = sorted(tensors), {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file, {"by": "another"})
+        file_of |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": file_of}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return file_of
+
+
 def refusal(function: Callable[..., Any], *arguments: Any, **named: Any) -> str:
     """Returns the error of one line with which a call refuses its input."""
     with pytest.raises(InputError) as error:

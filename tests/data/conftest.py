@@ -2,12 +2,31 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from moa_jax.data import sources
+from moa_jax.config import DataConfig
+from moa_jax.data import batches, sources
 from moa_jax.data import tokenizer as tk
+from moa_jax.data.batch import Batch
+from moa_jax.data.chat import Example
 
+PAD = 7
 CONVERSATIONS = str(Path(__file__).parent / "conversations.jsonl")
+CONFIG = DataConfig(
+    train=(CONVERSATIONS,),
+    validation=(CONVERSATIONS,),
+    max_length=256,
+    row_length=256,
+    rows_per_batch=4,
+    seed=5,
+)
+
+
+def numbered_rows(count: int, first: int = 1) -> Batch:
+    """Returns rows of one repeated token: the row's number, from `first` on."""
+    given = [Example(np.full(4, first + i, np.int32), np.ones(4, bool)) for i in range(count)]
+    return batches.pad(given, 4, PAD)
 
 
 @pytest.fixture(scope="session")

@@ -6,14 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from moa_jax.config import DataConfig
-from moa_jax.data import batches, chat, reference, sources
+from moa_jax.data import batches, chat, sources
 from moa_jax.data import tokenizer as tk
-from tests.conftest import golden_cases
-from tests.data.conftest import CONVERSATIONS
+from tests.data.conftest import CONFIG, CONVERSATIONS, PAD, numbered_rows
 from tests.model_folders import refusal
-
-PAD = 7
 
 
 def examples(seed: int, count: int = 200, longest: int = 40) -> list[chat.Example]:
@@ -57,26 +53,6 @@ def test_packed_rows_hold_every_example_whole(seed, longest_first):
     assert [a.dtype for a in rows] == [np.int32, np.int32, np.int32, bool]
 
 
-def test_one_file_may_hold_answers_of_all_kinds(tmp_path, tokenizer):
-    """Earlier versions wrote text alone or ids alone; the current version writes text with ids."""
-    (talk, *_) = sources.read(CONVERSATIONS)
-    messages = talk["messages"][:2]
-    ids = {"prompt_ids": [5, 6], "token_ids": [7, 8, 9], "finish_reason": "length"}
-    later = {"prompt_ids": [5, 6, 7, 8, 9, 4], "token_ids": [3]}
-    records = [{"messages": messages}, ids, {"messages": messages, "answers": [ids, later]}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    changes = {"train": (str(tmp_path / "a.jsonl"),), "pack": False, "rows_per_batch": 1}
-    config = dataclasses.replace(CONFIG, **changes)
-    source, report = batches.load(config, tokenizer, len(tokenizer), "train")
-    assert (report.kept, report.dropped, source.num_rows) == (3, {}, 3)
-    rendered = chat.encode(tokenizer, messages, config.max_length).tokens_T.tolist()
-    rows = zip(source.rows.tokens_BT, source.rows.segment_BT, strict=True)
-    found = [tokens_T[segment_T > 0].tolist() for tokens_T, segment_T in rows]
-    assert found == [rendered, [5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 4, 3]]
-    answers = [np.flatnonzero(row).tolist() for row in source.rows.response_BT]
-    assert answers[1:] == [[2, 3, 4], [2, 3, 4, 6]]
-
-
 def test_rows_of_two_long_conversations_are_full():
     """Lengths are like UltraChat's: about 1,200 tokens, cut at 2,048, in rows of 4,096."""
     lengths = np.random.default_rng(0).lognormal(np.log(1200), 0.5, 8192)
@@ -92,12 +68,6 @@ def test_an_example_longer_than_a_row_is_cut(place):
     rows = place([long, given], 16, PAD)
     assert rows.tokens_BT[0].tolist() == list(range(100, 116))
     assert rows.tokens_BT[1][0] == given.tokens_T[0]
-
-
-def numbered_rows(count: int):
-    """Returns rows of one repeated token: the row's number, from 1 on."""
-    given = [chat.Example(np.full(4, i + 1, np.int32), np.ones(4, bool)) for i in range(count)]
-    return batches.pad(given, 4, PAD)
 
 
 def dealt(source, steps) -> list[list[int]]:
@@ -129,16 +99,6 @@ def test_few_rows_are_filled_up_with_empty_ones():
     empty = batch.tokens_BT[:, 0] == PAD
     assert not batch.segment_BT[empty].any() and not batch.response_BT[empty].any()
     assert batch.segment_BT[~empty].all()
-
-
-CONFIG = DataConfig(
-    train=(CONVERSATIONS,),
-    validation=(CONVERSATIONS,),
-    max_length=256,
-    row_length=256,
-    rows_per_batch=4,
-    seed=5,
-)
 
 
 def test_load_keeps_all_conversations(talk_tokenizer):
@@ -192,23 +152,3 @@ def test_load_refuses(talk_tokenizer):
     ):
         config = dataclasses.replace(CONFIG, **changes)
         assert line in refusal(batches.load, config, talk_tokenizer, vocab_size, "train")
-
-
-@pytest.mark.golden
-@pytest.mark.parametrize("folder", golden_cases("dataprep/", "expected.json"))
-def test_reference_collation(folder):
-    expected = json.loads((folder / "expected.json").read_text())
-    tokenizer = tk.load_tokenizer(folder)
-    vocab_size, max_length = expected["total_number_tokens"], expected["max_length"]
-    encoded = [
-        reference.reference_encode(
-            tokenizer, reference.reference_messages(record).messages, vocab_size, max_length
-        )
-        for record in expected["conversations"]
-    ]
-    kept = [example for example in encoded if example][:2]
-    wanted = expected["collated_first_two_kept"]
-    rows = batches.pad(kept, max_length, chat.pad_id(tokenizer, vocab_size))
-    assert rows.tokens_BT.tolist() == wanted["input_ids"]
-    assert rows.segment_BT.tolist() == wanted["attention_mask"]
-    assert rows.response_BT.astype(int).tolist() == wanted["response_mask"]

@@ -13,11 +13,6 @@ from moa_jax.errors import InputError
 from tests.conftest import golden_cases
 from tests.model_folders import refusal
 
-LLAMA3 = (
-    "{% for m in messages %}{% if loop.first %}{{ '<|begin|>' }}{% endif %}"
-    "{{ '<|user|>' + m['role'] + '<|system|>\n\n' + m['content'] | trim + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|user|>assistant<|system|>\n\n' }}{% endif %}"
-)
 CHATML = (
     "{% if messages and messages[0]['role'] != 'system' %}"
     "{{ '<|begin|>system\nYou help.<|end|>\n' }}{% endif %}"
@@ -46,7 +41,6 @@ THINK_FIRST = (  # as reasoning models: the prompt opens a thought that the hist
 # name -> template, and the text of answer `a` in it, or None if the template leaves it out
 TEMPLATES = {
     "own": (tk.CHAT_TEMPLATE, lambda a, last: f"{a.strip()}<|end|>"),
-    "llama3": (LLAMA3, lambda a, last: f"{a.strip()}<|end|>"),
     "chatml": (CHATML, lambda a, last: f"{a}<|end|>\n"),
     "inst": (INST, lambda a, last: f" {a} <|end|>"),
     "no_end_mark": (NO_END_MARK, lambda a, last: f" {a} " if last else f" {a}"),
@@ -110,7 +104,7 @@ def test_response_is_exactly_the_answers(tokenizer, name, trim_offsets):
         assert tokenizer.decode(example.tokens_T) == chat.render(tokenizer, messages)
 
 
-@pytest.mark.parametrize("name", ["own", "llama3", "chatml", "inst", "think_last"])
+@pytest.mark.parametrize("name", ["own", "chatml", "inst", "think_last"])
 def test_the_prompt_ends_where_the_last_answer_begins(tokenizer, name):
     tokenizer.chat_template, written = TEMPLATES[name]
     for seed in range(20):
@@ -182,30 +176,14 @@ def test_record_styles(record):
     assert records.messages_of(record) == HELLO
 
 
-@pytest.fixture(scope="module", params=golden_cases("dataprep/", "expected.json"))
-def recorded(request):
-    expected = json.loads((request.param / "expected.json").read_text())
-    return tk.load_tokenizer(request.param), expected
-
-
 @pytest.mark.golden
-def test_reference_templates(recorded):
-    tokenizer, expected = recorded
-    templates = reference.reference_templates(tokenizer, expected["total_number_tokens"])
-    assert templates.instruction == expected["instruction_template"]
-    assert templates.response == expected["response_template"]
-
-
-@pytest.mark.golden
-def test_reference_examples(recorded):
-    tokenizer, expected = recorded
+@pytest.mark.parametrize("folder", golden_cases("dataprep/", "expected.json"))
+def test_reference_examples(folder):
+    tokenizer = tk.load_tokenizer(folder)
+    expected = json.loads((folder / "expected.json").read_text())
     vocab_size, max_length = expected["total_number_tokens"], expected["max_length"]
-    for record, formatted, wanted in zip(
-        expected["conversations"],
-        expected["formatted"],
-        expected["per_conversation"],
-        strict=True,
-    ):
+    names = ("conversations", "formatted", "per_conversation")
+    for record, formatted, wanted in zip(*(expected[name] for name in names), strict=True):
         messages = reference.reference_messages(record).messages
         assert chat.render(tokenizer, messages) == formatted
         example = reference.reference_encode(tokenizer, messages, vocab_size, max_length)

@@ -10,16 +10,9 @@ import pytest
 
 from moa_jax.config import DataConfig
 from moa_jax.data import batches
-from moa_jax.data.batch import Batch
-from moa_jax.data.chat import Example
 from moa_jax.data.mixture import Mixture, deal
+from tests.data.conftest import numbered_rows
 from tests.model_folders import refusal
-
-
-def numbered(first: int, count: int) -> Batch:
-    """Returns rows of one repeated token: the row's number, from `first` on."""
-    numbers = range(first, first + count)
-    return batches.pad([Example(np.full(4, n, np.int32), np.ones(4, bool)) for n in numbers], 4)
 
 
 def dealt(source: Mixture, steps: range) -> np.ndarray:
@@ -51,7 +44,7 @@ def test_any_part_of_a_run_is_found_without_those_before_it(first):
 
 
 def test_each_source_runs_through_epochs_of_its_own():
-    source = Mixture([numbered(0, 5), numbered(100, 40)], (0.5, 0.5), 10, seed=3)
+    source = Mixture([numbered_rows(5, 0), numbered_rows(40, 100)], (0.5, 0.5), 10, seed=3)
     assert len(source) == 4 and source.rows_per_batch == 10
     run_N = dealt(source, range(8))
     few_N, many_N = run_N[run_N < 100], run_N[run_N >= 100]

@@ -21,7 +21,7 @@ import pytest
 from moa_jax.config import DataConfig
 from moa_jax.data import batches, encode, rows, shards, workers
 from moa_jax.errors import InputError
-from tests.data.conftest import CONVERSATIONS
+from tests.data.conftest import CONFIG, CONVERSATIONS
 from tests.meeting import wait_for
 from tests.model_folders import refusal
 
@@ -40,15 +40,8 @@ def data(tmp_path) -> Path:
 @pytest.fixture
 def config(data, tmp_path, monkeypatch) -> DataConfig:
     monkeypatch.setattr(rows, "BLOCK", 16)  # three shards
-    return DataConfig(
-        train=(str(data),),
-        validation=(CONVERSATIONS,),
-        max_length=200,
-        row_length=240,
-        rows_per_batch=4,
-        seed=5,
-        cache=str(tmp_path / "cache"),
-    )
+    places = {"train": (str(data),), "cache": str(tmp_path / "cache")}
+    return dataclasses.replace(CONFIG, max_length=200, row_length=240, **places)
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from moa_jax.pretrained import (
     load_drafter,
     load_target,
     save_drafter,
-    stored_dtype,
 )
 from tests.conftest import golden_cases
 from tests.model_folders import assert_same_tensors, edit_json, edit_tensors, refusal
@@ -50,6 +49,16 @@ def config_json(folder):
 # ---- there and back -----------------------------------------------------------------------
 
 
+def assert_every_layout_keeps(source, drafter, target, output):
+    stated = {N: drafter.config.target_layer_inference}
+    for layout, more in (("ours", {}), ("speculators", {}), ("authors", stated)):
+        new = output / layout
+        save_drafter(new, "moa", drafter.config, drafter.params, target, layout=layout)
+        assert_same_tensors(source, new)
+        again = load_drafter(new, target, **more)
+        assert again.config == drafter.config and not again.notices
+
+
 @pytest.mark.parametrize("folder", golden_cases("moa_", "draft/model.safetensors"))
 def test_recorded_draft_is_read_and_written_bit_for_bit(folder, tmp_path):
     sizes = json.loads((folder / "moa.json").read_text())["train_args"]
@@ -58,24 +67,14 @@ def test_recorded_draft_is_read_and_written_bit_for_bit(folder, tmp_path):
     drafter = load_drafter(folder / "draft", target, **stated)
     assert drafter.method == "moa" and bool(drafter.notices) == (not stated)
     assert drafter.config == MoaConfig(**{k: v for k, v in sizes.items() if k in FIELDS})
-    for layout in ("ours", "authors", "speculators"):
-        new = tmp_path / layout
-        save_drafter(new, "moa", drafter.config, drafter.params, target, layout=layout)
-        assert_same_tensors(folder / "draft", new)
-    for layout in ("ours", "speculators"):
-        assert load_drafter(tmp_path / layout, target).config == drafter.config
+    assert_every_layout_keeps(folder / "draft", drafter, target, tmp_path)
 
 
 @pytest.mark.parametrize("family", random_pair.FAMILIES)
 def test_drafters_of_every_family_survive_every_layout(saved, tmp_path, family):
     target = load_target(saved / family / "target")
     drafter = load_drafter(saved / family / "draft", target, target_layer_inference=2)
-    for layout, stated in (("ours", {}), ("speculators", {}), ("authors", {N: 2})):
-        new = tmp_path / layout
-        save_drafter(new, "moa", drafter.config, drafter.params, target, layout=layout)
-        assert_same_tensors(saved / family / "draft", new)
-        again = load_drafter(new, target, **stated)
-        assert again.config == drafter.config and not again.notices
+    assert_every_layout_keeps(saved / family / "draft", drafter, target, tmp_path)
 
 
 def test_our_config_has_fields_that_the_authors_config_lacks(ours):
@@ -118,16 +117,10 @@ def test_another_target_or_vocabulary_is_refused(ours):
 
 
 @pytest.mark.parametrize(
-    "drop, changes, says",
-    [
-        ("nothing", {"Ekv2E.weight": np.ones((60, 48))}, "memory width"),
-        ("nothing", {"Ekv2E.weight": np.ones((64, 40))}, "hidden_size is 64"),
-        ("cross_attention.mlp.down", {}, "lacks 1 tensor (cross_attention.mlp.down_proj.weight)"),
-        ("nothing", {"fc.weight": np.ones(3)}, "has unexpected 1 tensor (fc.weight)"),
-    ],
+    "shape, says", [((60, 48), "memory width"), ((64, 40), "hidden_size is 64")]
 )
-def test_wrong_tensors_are_refused(pair, drop, changes, says):
-    edit_tensors(pair / "draft", drop, **changes)
+def test_wrong_widths_are_refused(pair, shape, says):
+    edit_tensors(pair / "draft", **{"Ekv2E.weight": np.ones(shape)})
     assert says in refusal(load_drafter, pair / "draft", load_target(pair / "target"))
 
 
@@ -194,17 +187,6 @@ def test_drafters_that_the_fork_cannot_run_are_not_written_for_it(saved, tmp_pat
         source = {name: saved / family / name for name in ("target", "draft")}
         assert says in refusal(convert, **source, to="vllm", output=tmp_path / "new")
         assert not (tmp_path / "new").exists()
-
-
-def test_dtypes_convert(pair, tmp_path, capsys):
-    new, target = tmp_path / "new", pair / "target"
-    flags = dict(target=target, draft=pair / "draft", dtype="bfloat16")
-    convert("--json", *STATED, **flags, output=new)
-    done = json.loads(capsys.readouterr().out)
-    assert (done["layout"], done["dtype"], done["notices"]) == ("ours", "bfloat16", [])
-    assert stored_dtype(new) == "bfloat16"
-    convert("--overwrite", target=target, output=new)
-    assert_same_tensors(target, new)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,18 +11,20 @@ import pytest
 from safetensors.numpy import save_file
 
 from moa_jax.pretrained import load_drafter, load_target
-from tests.model_folders import edit_json, edit_tensors, refusal, save_random_drafter, tensors_of
+from tests.model_folders import (
+    edit_json,
+    edit_tensors,
+    refusal,
+    save_random_drafter,
+    save_shards,
+    tensors_of,
+)
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
-@pytest.fixture
-def tied(saved, tmp_path):
-    """Returns a tied target, to be changed."""
-    return shutil.copytree(saved / "qwen2" / "target", tmp_path / "tied")
-
-
-def test_a_head_that_differs_is_read_as_transformers_reads_it(saved, tied, caplog):
+def test_a_head_that_differs_is_read_as_transformers_reads_it(saved, tmp_path, caplog):
+    tied = shutil.copytree(saved / "qwen2" / "target", tmp_path / "tied")
     embedding = tensors_of(tied)[EMBEDDING]
     edit_tensors(tied, **{HEAD: embedding.astype(ml_dtypes.bfloat16)})
     assert "lm_head" not in load_target(tied).params and not caplog.text
@@ -38,24 +40,11 @@ def test_a_head_that_differs_is_read_as_transformers_reads_it(saved, tied, caplo
     assert not caplog.text
 
 
-def beside(folder, **changes):
-    """Writes the tensors of a folder a second time, as two shards with an index."""
-    tensors = tensors_of(folder) | changes
-    names = sorted(tensors)
-    file_of = {}
-    for number, part in enumerate((names[::2], names[1::2]), 1):
-        file = f"model-{number:05d}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, folder / file)
-        file_of |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
-    return file_of
-
-
 def test_tensors_that_two_files_hold_are_compared(pair):
     target, zeros = pair / "target", np.zeros(60, np.float32)
-    beside(target)
+    save_shards(target, tensors_of(target))
     load_target(target)
-    file_of = beside(target, **{NORM: zeros})
+    file_of = save_shards(target, tensors_of(target) | {NORM: zeros})
     line = refusal(load_target, target)
     assert NORM in line and str(target / file_of[NORM]) in line
     assert str(target / "model.safetensors") in line

@@ -24,7 +24,8 @@ from infer.info import ROOT
 from moa_jax import Session, load_target
 from moa_jax.config import Sampling
 from moa_jax.decode.detokenize import before_stop
-from tests.serve.toy_server import COMPLETIONS, DEMO, TOKENIZER, VOCAB, wait_for
+from tests.meeting import wait_for
+from tests.serve.toy_server import COMPLETIONS, DEMO, TOKENIZER, VOCAB
 
 HELLO = [{"role": "user", "content": "I need a cheap hotel."}]
 HELLO_IDS = TOKENIZER.apply_chat_template(HELLO, add_generation_prompt=True)["input_ids"]

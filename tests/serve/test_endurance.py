@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import random
 import socket
@@ -19,8 +18,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.meeting import wait_for
 from tests.serve.served_program import (
-    HEADERS,
+    KEY,
     WAIT_S,
     Ask,
     ServedProgram,
@@ -30,7 +30,7 @@ from tests.serve.served_program import (
     mixed,
     program,
 )
-from tests.serve.toy_server import CHATS, wait_for
+from tests.serve.toy_server import CHATS, raw_post
 
 pytestmark = pytest.mark.slow
 SOAK_SECONDS = float(os.environ.get("MOA_SOAK_SECONDS", "300"))
@@ -39,10 +39,8 @@ SOAK_SECONDS = float(os.environ.get("MOA_SOAK_SECONDS", "300"))
 def disconnect(served: ServedProgram, draw: random.Random) -> None:
     """Disconnects before, in or after a request, now and then with a reset."""
     fields = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 100}
-    data = json.dumps(fields | {"ignore_eos": True, "stream": draw.random() < 0.7}).encode()
-    head = "".join(f"{name}: {value}\r\n" for name, value in HEADERS.items())
-    head = f"POST {CHATS} HTTP/1.1\r\nHost: x\r\n{head}Content-Length: {len(data)}\r\n\r\n"
-    whole = head.encode() + data
+    fields |= {"ignore_eos": True, "stream": draw.random() < 0.7}
+    whole = raw_post(CHATS, fields, Authorization=f"Bearer {KEY}")
     with socket.create_connection(("127.0.0.1", served.ready["port"]), WAIT_S) as made:
         if draw.random() < 0.5:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

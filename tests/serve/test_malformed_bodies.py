@@ -48,7 +48,6 @@ RAW = {  # the body: how the message begins
     b'{"a": "\xff"}': f"{NOT_JSON}'utf-8' codec can't decode byte 0xff",
     b"[" * 100_000: f"{NOT_JSON}maximum recursion",
     b'{"n": ' + b"9" * 5000 + b"}": NOT_JSON,
-    b'{"a": "\x00"}': NOT_JSON,
 }
 
 
@@ -97,10 +96,8 @@ ONE = [  # a path, fields, `param`, and the rest of the message after `param`
     (COMPLETIONS, {"model": "other"}, "model", ' "other" is not served here; ask for toy'),
     (COMPLETIONS, {"prompt": None}, "prompt", " is null: give a text or a list of token ids"),
     (COMPLETIONS, {"prompt": ""}, "prompt", ": the prompt is empty"),
-    (COMPLETIONS, {"prompt": {}}, "prompt", " is {}: expected `str | array"),
     (COMPLETIONS, {"prompt": [[7], [VOCAB]]}, "prompt[1]", " holds 2048; give token ids"),
     (COMPLETIONS, {"prompt": [True, 7]}, "prompt[0]", " is true: "),
-    (COMPLETIONS, {"prompt": [HALF]}, "prompt[0]", ' is "\\ud800": '),
     (COMPLETIONS, {"prompt": [[7], [7] * 512]}, "prompt[1]", ": the prompt has 512 tokens, and"),
     (COMPLETIONS, {"prompt": ["x"] * 129}, "prompt", " has 129 prompts; give at most 128"),
     (COMPLETIONS, {"prompt": ["x"] * 100, "n": 2}, "n", " is 2 for 100 prompts"),
@@ -115,14 +112,11 @@ ONE = [  # a path, fields, `param`, and the rest of the message after `param`
     (CHATS, {"messages": ["Hello."]}, "messages[0]", ' is "Hello.": give an object'),
     (CHATS, hello_and(role="tool"), "messages[1].role", ' is "tool": '),
     (CHATS, hello_and(content=None), "messages[1].content", " is null: give text of Unicode"),
-    (CHATS, hello_and(content=HALF), "messages[1].content", ' is "\\ud800": expected Unicode'),
     (CHATS, hello_and(content=IMAGE), "messages[1].content[0]", ": a content part of type"),
     (CHATS, hello_and(tool_calls=[{}]), "messages[1].tool_calls", " is not supported"),
     (CHATS, {"top_logprobs": 21}, "top_logprobs", " is 21: expected `int` <= 20"),
     (CHATS, {"top_logprobs": 2}, "top_logprobs", " goes with logprobs; "),
     (CHATS, {"echo": True}, "echo", " is true: a chat does not repeat"),
-    (CHATS, {"prompt": "Hello."}, "prompt", " is not supported; "),
-    (CHATS, {"add_special_tokens": True}, "add_special_tokens", " is not supported; "),
     ("/tokenize", {"messages": HELLO}, "prompt", " and messages; give one of them"),
     ("/tokenize", {"prompt": HALF}, "prompt", ' is "\\ud800": expected Unicode'),
     ("/detokenize", {"tokens": [5000]}, "tokens", " holds 5000; "),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from moa_jax.decode.sampling import Sampling
+from tests.meeting import wait_for
 from tests.serve.toy_server import (
     CHATS,
     COMPLETIONS,
@@ -19,7 +20,6 @@ from tests.serve.toy_server import (
     error_of,
     likely_of,
     text_of,
-    wait_for,
 )
 
 
@@ -124,6 +124,7 @@ def test_a_stop_text_ends_an_answer_that_never_shows_it(server, stream):
     assert (parts[-1]["finish_reason"], parts[-1]["stop_reason"]) == ("stop", stop)
     tokens = sum((part["token_ids"] for part in parts), [])
     assert stop in text_of(tokens) and stop not in text_of(tokens[:-1])
+    assert [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part] == [[7, 8]]
     assert len(server.engine.cancelled) == cancelled + 1
     wait_for(lambda: not server.engine._tasks)
     kept = choices_of(server, body | {"include_stop_str_in_output": True}, stream)
@@ -149,15 +150,6 @@ def test_a_stop_id_ends_an_answer_without_its_text(server):
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", tokens[9])
     (choice,) = choices_of(server, body | {"include_stop_str_in_output": True})
     assert choice["text"] == text_of(tokens[: end + 1])
-
-
-def test_token_ids_are_returned_on_request(server):
-    body = LONG | {"max_tokens": 10, "return_token_ids": True}
-    for stream in (False, True):
-        parts = choices_of(server, body, stream)
-        answer = answer_of(server.engine.requests[-1])
-        assert sum((part["token_ids"] for part in parts), []) == answer
-        assert [e["prompt_token_ids"] for e in parts if "prompt_token_ids" in e] == [[7, 8]]
 
 
 # ---- log-probabilities ----------------------------------------------------------------------

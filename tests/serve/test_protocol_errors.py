@@ -10,6 +10,7 @@ import time
 import httpx
 import pytest
 
+from tests.meeting import wait_for
 from tests.serve.toy_server import (
     COMPLETIONS,
     LONG,
@@ -17,7 +18,7 @@ from tests.serve.toy_server import (
     ToyEngine,
     answer_of,
     error_of,
-    wait_for,
+    raw_post,
 )
 
 # ---- errors ---------------------------------------------------------------------------------
@@ -135,6 +136,8 @@ def test_a_fault_while_tokens_become_an_answer_ends_it(stream, monkeypatch):
 
 # ---- clients -------------------------------------------------------------------------------
 
+ENDLESS = LONG | {"max_tokens": 6000, "stream": True, "return_token_ids": True}
+
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_slots(stream):
@@ -155,8 +158,7 @@ def test_a_client_that_leaves_frees_its_slots(stream):
 def test_a_slow_reader_gets_everything_and_delays_no_other():
     engine = ToyEngine(max_tokens=7000)
     with Running(engine, send_seconds=600) as server:
-        body = LONG | {"max_tokens": 6000, "stream": True, "return_token_ids": True}
-        with server.socket(COMPLETIONS, body, receive_bytes=4096) as slow:
+        with server.socket(COMPLETIONS, ENDLESS, receive_bytes=4096) as slow:
             wait_for(lambda: engine.ended == {0: "length"}, 300)  # the client has read nothing
             assert server.post(COMPLETIONS, LONG).status_code == 200
             data = read_until(slow, b"[DONE]")
@@ -169,8 +171,7 @@ def test_a_slow_reader_gets_everything_and_delays_no_other():
 def test_a_reader_that_stops_reading_is_disconnected():
     engine = ToyEngine(max_tokens=7000)
     with Running(engine, send_seconds=0.2) as server:
-        body = LONG | {"max_tokens": 6000, "stream": True, "return_token_ids": True}
-        with server.socket(COMPLETIONS, body, receive_bytes=4096):
+        with server.socket(COMPLETIONS, ENDLESS, receive_bytes=4096):
             wait_for(lambda: server.named("slow"), 60)
             wait_for(lambda: not server.server.answering)
         wait_for(lambda: engine.ended)
@@ -225,13 +226,12 @@ def test_a_drain_lets_answers_end_and_takes_no_new_ones():
 
 
 def test_a_body_that_arrives_while_the_server_drains_is_refused():
-    data = json.dumps(LONG).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    request = raw_post(COMPLETIONS, LONG)
     with Running() as server, socket.create_connection(("127.0.0.1", server.port), 10) as slow:
-        slow.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data[:9])
+        slow.sendall(request[:-9])
         wait_for(lambda: server.server.num_open)
         server.drain(1).result(10)
-        slow.sendall(data[9:])
+        slow.sendall(request[-9:])
         assert read_until(slow, b"the server is stopping").startswith(b"HTTP/1.1 503 ")
         assert not server.engine.requests
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import hashlib
 import json
@@ -13,11 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import uvicorn
 
 from infer.cli.flags.pair import DEMO
-from infer.http.address import bind
-from infer.http.timeouts import TimedHttp
 from infer.openai.app import OpenAIServer, ServingLimits
 from infer.openai.metrics import ServingMetrics
 from infer.openai.model import Model
@@ -25,7 +21,8 @@ from moa_jax.config import DraftShape
 from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.engine import EngineStats, QueueFull, Request, RequestOutput
-from tests.meeting import PATIENCE, wait_for
+from tests.meeting import PATIENCE
+from tests.server_thread import ServerThread
 
 VOCAB, EOS, FIRST = 2048, 4, 6  # of the bundled tokenizer; ids below FIRST are special tokens
 TOKENIZER = load_tokenizer(DEMO / "target")
@@ -144,46 +141,33 @@ class ToyEngine:
         on_output(RequestOutput(tokens, logprobs=likely, finish_reason=finish, error=self.error))
 
 
-class Running:
-    """A server that listens during a `with` block, and the state that tests read."""
+class Running(ServerThread):
+    """A server over a toy engine, and a client of it."""
 
     def __init__(
         self, engine: ToyEngine | None = None, keys: tuple[str, ...] = (), **limits: float
     ) -> None:
-        self.listener = bind("127.0.0.1", 0)
+        super().__init__()
         # A small buffer, so that a client that does not read is noticed soon.
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-        self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)
-        self.engine, self.events = engine or ToyEngine(), []
-        log = lambda event, **facts: self.events.append((event, facts))
+        self.engine = engine or ToyEngine()
         most = self.engine.max_tokens
         model = Model("toy", TOKENIZER, VOCAB, (EOS,), most, most - 1, created=5)
         metrics = ServingMetrics("toy", self.engine)
         limits = ServingLimits(**limits)
-        self.server = OpenAIServer(self.engine, model, metrics, log, limits, keys)
-        self._listening: uvicorn.Server | None = None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-
-    async def _serve(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        settings = {"ws": "none", "log_config": None, "timeout_graceful_shutdown": 1}
-        self._listening = uvicorn.Server(uvicorn.Config(self.server, http=TimedHttp, **settings))
-        await self._listening.serve(sockets=[self.listener])
+        self.server = OpenAIServer(self.engine, model, metrics, self.log, limits, keys)
+        self.serve(self.server, ws="none")
 
     def __enter__(self) -> Running:
         self.engine.start()
-        self._thread.start()
-        wait_for(lambda: self._listening and self._listening.started)
-        return self
+        return super().__enter__()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.client.close()
         self.engine.close()
-        self._listening.should_exit = True
-        self._thread.join(PATIENCE)
-        assert not self._thread.is_alive()
+        super().__exit__(*exception)
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         """Sends a body: bytes unchanged, other values as JSON."""
@@ -202,26 +186,21 @@ class Running:
 
     def socket(self, path: str, body: dict[str, Any], receive_bytes: int = 0) -> socket.socket:
         """Sends a request over a raw connection, and returns the connection."""
-        data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         made = socket.socket()
         if receive_bytes:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         made.settimeout(PATIENCE)
         made.connect(("127.0.0.1", self.port))
-        made.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        made.sendall(raw_post(path, body))
         return made
 
-    def drain(self, seconds: float) -> Any:
-        return asyncio.run_coroutine_threadsafe(self.server.drain(seconds), self.loop)
 
-    def named(self, event: str) -> list[dict[str, Any]]:
-        return [facts for name, facts in list(self.events) if name == event]
-
-    def metric(self, name: str) -> float:
-        """Returns the sum of a metric over its labels."""
-        lines = self.server.metrics.text().decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.split("{")[0] == name)
+def raw_post(path: str, body: dict[str, Any], **headers: str) -> bytes:
+    """Returns the bytes of a request."""
+    data = json.dumps(body).encode()
+    headers |= {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(data))}
+    lines = [f"POST {path} HTTP/1.1", *map(": ".join, headers.items()), "", ""]
+    return "\r\n".join(lines).encode() + data
 
 
 def text_of(tokens: list[int]) -> str:

@@ -1,7 +1,4 @@
-"""Servers that the tests of one file share, with and without a model, and fast reconnects.
-
-A file whose tests use a real pair has its own fixture `pair`.
-"""
+"""Servers and pairs that the tests of one file share, and fast reconnects."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from moa_jax.pretrained import describe_target
 from moa_jax.split.client_drafter import ClientDrafter
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.server_target import TargetSlots
-from tests.pairs import Pair
+from tests.pairs import Pair, random_pair_of
 from tests.split.split_server import ToySlots, running
 
 
@@ -29,6 +26,12 @@ def server():
     with running(ToySlots(8)) as found:
         yield found
         assert found.metric("split_failures_total") == 0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Pair:
+    """Returns a random pair; some of its drafts are accepted."""
+    return random_pair_of("llama", 1, tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

@@ -383,14 +383,14 @@ class Relay:
     `spoil` gets a message and all before it, and returns what to send: bytes, text, CLOSE, HANG.
     """
 
-    def __init__(self, port: int, spoil: Spoil, token: str = "", tls: Any = None) -> None:
+    def __init__(self, port: int, spoil: Spoil, token: str = "") -> None:
         self._url = f"ws://127.0.0.1:{port}{PATH}"
         self._headers = {"Authorization": f"Bearer {token}"}
-        self._spoil, self._tls = spoil, tls
+        self._spoil = spoil
         self._seen: list[bytes] = []
 
     async def __aenter__(self) -> None:
-        given = {"compression": None, "close_timeout": 0.5, "ssl": self._tls}
+        given = {"compression": None, "close_timeout": 0.5}
         self._listening = await serve(self._handle, "127.0.0.1", 0, **given)
         self.port = self._listening.sockets[0].getsockname()[1]
 
@@ -443,10 +443,7 @@ def serving(slots: Any, pairing: dict[str, Any], vocab_size: int, **limits: Any)
         chunk=slots.chunk,
         max_prompt=slots.max_tokens // 2,
     )
-    found = RunningSplit(slots, server_limits, ConnectionLimits(**limits), pairing, vocab_size)
-    found.start()
-    try:
+    connection_limits = ConnectionLimits(**limits)
+    with RunningSplit(slots, server_limits, connection_limits, pairing, vocab_size) as found:
         yield found
         assert found.metric("split_failures_total") == 0
-    finally:
-        found.stop()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import numpy as np
-import uvicorn
 from websockets.sync.client import ClientConnection, connect
 
-from infer.http.timeouts import TimedHttp
 from infer.split_server.app import PATH, ConnectionLimits, SplitServer
 from infer.split_server.metrics import ServerMetrics
 from infer.split_server.service import Service
@@ -26,6 +22,7 @@ from moa_jax.errors import InputError
 from moa_jax.split import protocol, rows
 from moa_jax.split.server_target import NODES, Reply, Slot
 from tests.meeting import PATIENCE, wait_for
+from tests.server_thread import ServerThread
 
 VOCAB = 97
 SPECS = [rows.LeafSpec((2, 4), np.float32), rows.LeafSpec((3,), np.float32)]
@@ -131,8 +128,10 @@ class ToySlots:
         return "length" if len(session.tokens) >= session.total else ""
 
 
-class RunningSplit:
-    """A server that listens, and the state that tests read."""
+class RunningSplit(ServerThread):
+    """A server of split decoding; its slots end their pauses when it stops."""
+
+    wait = staticmethod(wait_for)
 
     def __init__(
         self,
@@ -142,71 +141,33 @@ class RunningSplit:
         pairing: dict[str, Any] = PAIRING,
         vocab_size: int = VOCAB,
     ) -> None:
-        self.slots, self.events = slots, []
-        log = lambda event, **facts: self.events.append((event, facts))
-        self.service = Service(slots, server_limits, ServerMetrics(), log)
-        self.server = SplitServer(self.service, pairing, vocab_size, limits, log)
-        self.port = 0
-        self._listening: uvicorn.Server | None = None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-
-    async def _serve(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        config = uvicorn.Config(
+        super().__init__()
+        self.slots = slots
+        self.service = Service(slots, server_limits, ServerMetrics(), self.log)
+        self.server = SplitServer(self.service, pairing, vocab_size, limits, self.log)
+        self.serve(
             self.server.app,
-            port=0,
-            http=TimedHttp,
             ws="websockets-sansio",
             ws_max_size=self.server.limits.max_message_bytes,
             ws_per_message_deflate=False,
             lifespan="on",
-            log_config=None,
-            timeout_graceful_shutdown=1,
         )
-        self._listening = uvicorn.Server(config)
-        await self._listening.serve()
 
-    def start(self) -> None:
-        self._thread.start()
-        self.wait(lambda: self._listening and self._listening.started)
-        self.port = self._listening.servers[0].sockets[0].getsockname()[1]
-
-    def stop(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.slots.hold.set()
-        self._listening.should_exit = True
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-
-    wait = staticmethod(wait_for)
-
-    def drain(self, seconds: float):
-        return asyncio.run_coroutine_threadsafe(self.server.drain(seconds), self.loop)
-
-    def named(self, event: str) -> list[dict]:
-        return [facts for name, facts in list(self.events) if name == event]
+        super().__exit__(*exception)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         return httpx.get(f"http://127.0.0.1:{self.port}{path}", headers=headers)
 
-    def metric(self, name: str) -> float:
-        """Returns the value of one metric, 0 for one that has none yet."""
-        lines = self.server.metrics.text().decode().splitlines()
-        return float(next((line.split()[-1] for line in lines if line.startswith(name + " ")), 0))
 
-
-@contextlib.contextmanager
 def running(
     slots: ToySlots | None = None, limits: ConnectionLimits | None = None, **server_limits
-) -> Iterator:
-    """Runs a server for the block."""
+) -> RunningSplit:
+    """Returns a server for a `with` block."""
     slots = slots or ToySlots()
     given = {"num_slots": len(slots.slots), "chunk": slots.chunk, "max_tokens": 512} | server_limits
-    server = RunningSplit(slots, ServerLimits(**given), limits or ConnectionLimits())
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
+    return RunningSplit(slots, ServerLimits(**given), limits or ConnectionLimits())
 
 
 class Client:
@@ -266,17 +227,6 @@ class Client:
         self.send(protocol.Verify(seq, list(tokens), chain if parents is None else parents))
         (*_, verdict) = self.reply()  # rows of many bytes come in several parts
         return verdict
-
-    def answer(self, prompt: list[int], count: int) -> list[int]:
-        """Returns an answer of at least `count` tokens; some of its drafts are right."""
-        (*_, last) = self.open(prompt)
-        text, seq = list(last.tokens), 0
-        while len(text) < count:
-            seq += 1
-            right = plain([*prompt, *text], 3)
-            right[seq % 3] ^= seq % 2
-            text += self.draft(seq, right).tokens
-        return text
 
 
 def opening(tokens: list[int], total: int = 400, **changes) -> protocol.Open:

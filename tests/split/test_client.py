@@ -5,30 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
-import ssl
 
 import pytest
 
 from infer.bench.network import in_thread
 from moa_jax.split import protocol
 from moa_jax.split.client_drafter import ClientDrafter
-from tests.certificates import certificate
 from tests.conftest import Done
 from tests.meeting import free_port
-from tests.pairs import NO_STOP, Pair, random_pair_of
+from tests.pairs import NO_STOP
 from tests.split.split_client import ResettingProxy, relayed, serving
 
 PROMPT, NEW = [5, 9, 4, 17, 23], 12
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("pair")
-
-
-@pytest.fixture(scope="module")
-def pair(folder) -> Pair:
-    return random_pair_of("llama", 1, folder)
 
 
 @pytest.fixture(scope="module")
@@ -37,33 +25,18 @@ def server(slots, facts, pair):
         yield found
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """Returns files for flags, by name."""
-    folder = tmp_path_factory.mktemp("files")
-    texts = {
-        "token": "secret\n",
-        "wrong": "other\n",
-        "bad.jsonl": '{"prompt_ids": [1, "x"]}\n',
-        "broken.jsonl": '{"prompt_ids": [1\n',
-        "two.jsonl": '{"prompt_ids": [5, 9, 4, 17, 23]}\n{"prompt_ids": [7]}\n',
-    }
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-    return {name.partition(".")[0]: str(folder / name) for name in texts}
-
-
 @pytest.fixture
-def ask(folder, server, files, run, monkeypatch):
+def ask(pair, server, run, tmp_path, monkeypatch):
     """Runs the program and returns its exit code and output; it compiles its programs alone."""
     monkeypatch.setattr(ClientDrafter, "warm", lambda self, counts, shapes: None)
+    (tmp_path / "token").write_text("secret\n")
 
-    def ask(*flags: object, port=None, url=None, draft=None) -> Done:
+    def ask(*flags: object, port=None, url=None) -> Done:
         url = url or f"ws://127.0.0.1:{port or server.port}/v1/split"
         where = [] if "--offline" in flags else ["--connect", url]
         if where and "--token-file" not in flags:
-            where += ["--token-file", files["token"]]
-        models = ["--target", folder / "target", "--draft", draft or folder / "draft"]
+            where += ["--token-file", tmp_path / "token"]
+        models = ["--target", pair.target.folder, "--draft", pair.drafter.folder]
         models += ["--dtype", "float32", "--target-layer-inference", 1, "--timeout", 30]
         models += ["--lengths", "2"] if "--mode" not in flags else []
         return run("infer.client", *where, *models, "--max-new-tokens", NEW, *flags)
@@ -84,13 +57,10 @@ def refused(found: Done) -> str:
 REFUSED = {
     "": "there is no prompt",
     "--prompt-ids 5,1000": "outside the vocabulary",
-    "--prompts {bad}": "not a list of whole numbers",
-    "--prompts {broken}": "broken.jsonl",
-    "--prompt Hello": "no tokenizer.json",
     "--prompt-ids 5 --stop x": "--stop needs text",
     "--prompt-ids 5 --offline --mode stream": "leave out --offline",
     "--prompt-ids 5 --draft lookup": "--mode chain: this drafter cannot write token by token",
-    "--prompt-ids 5 --token-file {wrong}": "rejects this token",
+    "--prompt-ids 5 --token-file TMP/wrong": "rejects this token",
     "--prompt-ids 5 --max-new-tokens 80": "1 tokens and 80 are to follow, but the server holds 64",
     f"--prompt-ids 5{',5' * 39}": "prompt 0 has 40 tokens, but the server reads 32 at most",
     "--prompt-ids 5 --target-layer-inference 0": "N (target layers that the drafter reuses)",
@@ -98,9 +68,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_split_client_refuses_with_one_line(line, ask, files, monkeypatch):
+def test_split_client_refuses_with_one_line(line, ask, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    assert REFUSED[line] in refused(ask(*line.format(**files).split()))
+    (tmp_path / "wrong").write_text("other\n")
+    assert REFUSED[line] in refused(ask(*line.replace("TMP", str(tmp_path)).split()))
 
 
 def test_split_client_reports_a_missing_server(ask, server):
@@ -140,8 +111,10 @@ FIELDS = set(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stream", "chain"])
-def test_split_client_json_is_the_targets_answer_with_figures(mode, ask, pair, files):
-    code, out, err = ask("--prompts", files["two"], "--stop-ids", "", "--json", "--mode", mode)
+def test_split_client_json_is_the_targets_answer_with_figures(mode, ask, pair, tmp_path):
+    prompts = tmp_path / "two.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in (PROMPT, [7])))
+    code, out, err = ask("--prompts", prompts, "--stop-ids", "", "--json", "--mode", mode)
     assert code == 0 and out.count("\n") == 1, err
     found = json.loads(out)
     assert found.keys() == {"results", "settings", "traffic"}
@@ -192,17 +165,3 @@ def test_disconnect_program_reports_it_and_exits_with_0(policy, ask, server, pai
     if policy == "verify":
         (plain,) = pair.plain.generate([PROMPT], 30, NO_STOP)
         assert result["token_ids"] == plain.token_ids and "[connected again]" in err
-
-
-@pytest.mark.slow
-def test_split_client_checks_certificates(ask, server, tmp_path):
-    """A certificate without a signature is refused, and the right one is accepted."""
-    cert, key = certificate(tmp_path)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(cert, key)
-    with relayed(server.port, lambda message, seen: [message], token="secret", tls=tls) as port:
-        url = f"wss://127.0.0.1:{port}/v1/split"
-        said = refused(ask(*IDS, url=url))
-        assert "its certificate is not trusted (" in said and "see --tls-ca" in said
-        code, out, err = ask(*IDS, "--tls-ca", cert, url=url)
-        assert code == 0 and len(out.split()) == NEW, err

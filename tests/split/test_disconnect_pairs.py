@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 from infer.bench.network import PROFILES
+from infer.bench.suites import load_suite
 from infer.cli.flags.pair import DEMO
 from infer.server_process import Child
 from infer.split_client.link import ServerAddress
@@ -130,12 +130,7 @@ def demo():
 def questions(count: int) -> list[list[int]]:
     """Returns prompts of the bundled questions."""
     tokenizer = load_tokenizer(DEMO / "target")
-    turns = [
-        [{"role": "user", "content": json.loads(line)["turns"][0]}]
-        for path in sorted((DEMO / "questions").glob("*/question.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    return [chat.prompt_ids(tokenizer, turn) for turn in turns[:count]]
+    return [chat.prompt_ids(tokenizer, each.messages()) for each in load_suite("demo")[:count]]
 
 
 DEMO_OPTIONS = ClientOptions(lengths=(1, 3, 7), reconnect_seconds=240, patience=240)

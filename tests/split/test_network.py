@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import select
 import socket
@@ -21,17 +20,6 @@ from tests.split.split_client import nothing_left
 def clean() -> Iterator[None]:
     with nothing_left():
         yield
-
-
-@contextlib.contextmanager
-def linked() -> Iterator[tuple]:
-    """Returns a proxy, and the two ends of one connection through the proxy."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(PATIENCE)
-        with in_thread(Proxy(*listener.getsockname(), PROFILES["loopback"])) as proxy:
-            with dial(proxy) as client, listener.accept()[0] as server:
-                server.settimeout(PATIENCE)
-                yield proxy, client, server, listener
 
 
 def dial(proxy: Proxy) -> socket.socket:
@@ -78,23 +66,27 @@ def test_a_lane_holds_what_is_lost_for_two_round_trips():
 
 
 def test_cut_is_silent_and_heal_delivers_the_rest():
-    with linked() as (proxy, client, server, listener):
-        client.sendall(b"before")
-        assert receive(server, 6) == b"before"
-        proxy.cut()
-        client.sendall(b"while cut")
-        client.shutdown(socket.SHUT_WR)
-        server.sendall(b"unheard")
-        assert is_silent(server, client)
-        wait_for(lambda: proxy.carried == {"up": 6, "down": 0})
-        with dial(proxy) as late:  # accepted, then silent
-            assert is_silent(late)
-            assert is_silent(listener)  # the target has no such connection
-            proxy.heal()
-            assert receive(server, 99) == b"while cut"
-            assert receive(client, 7) == b"unheard"
-            listener.accept()[0].close()
-            assert late.recv(1) == b""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(PATIENCE)
+        link = Proxy(*listener.getsockname(), PROFILES["loopback"])
+        with in_thread(link) as proxy, dial(proxy) as client, listener.accept()[0] as server:
+            server.settimeout(PATIENCE)
+            client.sendall(b"before")
+            assert receive(server, 6) == b"before"
+            proxy.cut()
+            client.sendall(b"while cut")
+            client.shutdown(socket.SHUT_WR)
+            server.sendall(b"unheard")
+            assert is_silent(server, client)
+            wait_for(lambda: proxy.carried == {"up": 6, "down": 0})
+            with dial(proxy) as late:  # accepted, then silent
+                assert is_silent(late)
+                assert is_silent(listener)  # the target has no such connection
+                proxy.heal()
+                assert receive(server, 99) == b"while cut"
+                assert receive(client, 7) == b"unheard"
+                listener.accept()[0].close()
+                assert late.recv(1) == b""
 
 
 def test_proxy_by_hand(monkeypatch, capsys):

@@ -9,22 +9,13 @@ import pytest
 
 from infer.split_client.pace import DraftPace
 
-LENGTHS = [1, 2, 3, 4, 6, 8]
-
-
-def seen(reply_s: float, token_s: float, rate: float, rounds: int = 200) -> DraftPace:
-    """Returns a pace after rounds of 8 drafts with this acceptance rate."""
-    chance, pace = random.Random(0), DraftPace(LENGTHS)
-    for _ in range(rounds):
-        accepted = next((k for k in range(8) if chance.random() >= rate), 8)
-        pace.saw_draft(8 * token_s, 8)
-        pace.saw_reply(reply_s, 8, accepted, ahead=False)
-    return pace
-
 
 def test_pace_learns_how_often_drafts_are_right():
     for rate in (0.2, 0.6, 0.9):
-        pace = seen(0.05, 0.001, rate, rounds=2000)
+        chance, pace = random.Random(0), DraftPace([1, 2, 3, 4, 6, 8])
+        for _ in range(2000):
+            accepted = next((k for k in range(8) if chance.random() >= rate), 8)
+            pace.saw_reply(0.05, 8, accepted, ahead=False)
         truth = sum(rate**k for k in range(5))
         assert pace.committed(4) == pytest.approx(truth, rel=0.35)
 

@@ -12,7 +12,7 @@ from moa_jax.split.client_drafter import ClientDrafter
 from moa_jax.split.pairing import pairing_of
 from moa_jax.split.rows import pack, unpack
 from moa_jax.split.server_target import DraftRequest, TargetSlots
-from tests.pairs import NO_STOP, Pair, random_pair_of
+from tests.pairs import NO_STOP
 
 NUM_NEW = 24
 PROMPTS = ([5, 9, 4, 17, 23], [11], [3, 8, 8, 61, 7, 30, 31, 32, 33, 34])
@@ -66,12 +66,6 @@ class Split:
             counts.append(reply.count)
         self.slots.close(self.slot)
         return counts
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Pair:
-    """Returns a random pair; some of its drafts are accepted."""
-    return random_pair_of("llama", 1, tmp_path_factory.mktemp("pair"))
 
 
 def test_split_rounds_accept_what_those_of_one_process_accept(pair, slots, drafter):

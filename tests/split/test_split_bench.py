@@ -39,9 +39,8 @@ def test_split_bench_counts_the_costs_of_each_mode_and_answers_that_differ(serve
     stream, one_by_one, chain, tree = profile["modes"]
     modes = [row["mode"] for row in profile["modes"]]
     assert modes == ["stream", "plain", "chain", "tree"]
-    keys = ("profile", "mode", "prompt")
-    wrong = [dict(zip(keys, ("loopback", mode, 2), strict=True)) for mode in modes]
-    assert sorted(differences, key=str) == sorted(wrong, key=str)
+    wrong = [(each["mode"], each["prompt"]) for each in differences]
+    assert sorted(wrong) == sorted((mode, 2) for mode in modes)
     assert all((row["same_as_plain"], row["answers"]) == (3, 4) for row in profile["modes"])
     assert all(row["tokens"] == 4 * NEW for row in profile["modes"])
 
@@ -62,9 +61,7 @@ def test_split_bench_table_shows_all(server, monkeypatch):
     made = json.loads(json.dumps(run.measure(toy_bench("stream", "chain", **flags))))
     assert not made["differences"] and made["settings"]["modes"] == ["stream", "chain"]
     shown = table.render(made)
-    lines = [line for line in shown.splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + 4 and len({line.count("|") for line in lines}) == 1
-    assert "| chain |" in shown and "4/4" in shown and "DIFFER" not in shown
+    assert shown.count("4/4") == 4 and "DIFFER" not in shown
     made["differences"] = [{"profile": "wired", "mode": "chain", "prompt": 0}]
     assert "1 answers DIFFER" in table.render(made)
 

@@ -19,7 +19,7 @@ from moa_jax.files import client_files, model_folder
 from moa_jax.pretrained import describe_target, functions_of, load_borrowed, save_drafter
 from moa_jax.split.pairing import mismatch, pairing_of
 from tests.drafting import untrained
-from tests.model_folders import edit_json, edit_tensors, refusal, tensors_of
+from tests.model_folders import edit_json, edit_tensors, refusal, save_shards, tensors_of
 from tests.oracle import random_pair
 
 HF_CONFIG, MODEL = random_pair.random_target("llama", 21, calm=0.2)
@@ -154,24 +154,17 @@ def test_the_same_weights_in_other_files_are_the_same(moa, monkeypatch):
     save_file(tensors, folder / "model.safetensors")
     before = facts(moa / "whole")
     (folder / "model.safetensors").unlink()
-    names, file_of = sorted(tensors, reverse=True), {}
-    for file, share in (("1.safetensors", names[:7]), ("2.safetensors", names[7:])):
-        save_file({name: tensors[name] for name in share}, folder / file, {"by": "another"})
-        file_of |= dict.fromkeys(share, file)
-    index = {"metadata": {}, "weight_map": file_of}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_shards(folder, tensors)
     assert mismatch(before, facts(moa / "whole")) == ""
     monkeypatch.setattr(model_folder, "_MAX_FILE_BYTES", 20_000)  # and the part may be split, too
     cut(moa / "whole", moa / "part", "--overwrite")
     assert len(list((moa / "part" / "target").glob("*.safetensors"))) > 1
-    assert {str(a.dtype) for a in tensors_of(moa / "part" / "target").values()} == {
-        "float16",
-        "float32",
-    }
+    dtypes = {str(tensor.dtype) for tensor in tensors_of(moa / "part" / "target").values()}
+    assert dtypes == {"float16", "float32"}
     assert mismatch(before, facts(moa / "part")) == ""
 
 
-def test_output_and_refusals_of_the_program(moa, capsys):
+def test_the_program_reports_the_bytes_of_a_part(moa, capsys):
     capsys.readouterr()
     cut(moa / "whole", moa / "new", "--json")
     done = json.loads(capsys.readouterr().out)
@@ -179,8 +172,3 @@ def test_output_and_refusals_of_the_program(moa, capsys):
     for name, size in done["bytes"].items():
         assert size == (moa / "new" / name / "model.safetensors").stat().st_size
         assert size < done["of_bytes"][name]
-    assert "exists already" in refusal(cut, moa / "whole", moa / "new")
-    flags = ["--target", str(moa / "whole" / "target"), "--output", str(moa / "other")]
-    said = refusal(convert, ["--for-client", *flags])
-    assert said == "--for-client describes a drafter; name it with --draft"
-    assert not (moa / "other").exists()

@@ -1,4 +1,4 @@
-"""The program infer.server, and flags that infer.server, infer.client and infer.bench refuse."""
+"""The program infer.server, and its events."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from websockets.sync.client import connect
 
-from infer import bench, client, server
-from infer.cli import program
 from infer.http.log import EventLog, WarningHandler
 from infer.server_process import Child
 from infer.split_client.link import ServerAddress
@@ -23,41 +20,6 @@ from tests.certificates import certificate
 from tests.meeting import wait_for
 from tests.pairs import Pair, random_pair_of
 from tests.split.split_client import ask
-
-PROGRAMS = {
-    "client": client.main,
-    "server": server.main,
-    "bench": lambda arguments: bench.main(["--split", *arguments]),
-}
-FILES = {"empty": "\n", "words": "two words\n", "junk": "no PEM\n"}
-WS, WSS = "client --connect ws://127.0.0.1:1/", "client --connect wss://127.0.0.1:1/"
-REFUSED = {  # the program with its flags, and a part of the error
-    "client": "one of the arguments --connect --offline is required",
-    "client --connect http://127.0.0.1:1/": "give ws://HOST:PORT/v1/split",
-    f"{WS} --token-file {{words}}": "one word of printable ASCII",
-    f"{WSS} --tls-ca {{junk}}": "holds no certificate",
-    f"{WS} --logit-bias 3:1": "logit_bias cannot be sent",
-    "client --offline --mode tree --depth 1": "drafts nothing",
-    "server --host 0.0.0.0": "lets other machines in; give --token-file, or --open",
-    "server --token-file {empty}": "one word of printable ASCII",
-    "server --tls-cert {junk}": "no certificate with its key",
-    "server --chunk 5000": "--chunk 5000: clients take at most 4096 at once",
-    "server --warm 1,9 --max-nodes 7": "--warm 9: drafts have at most 8 nodes",
-    'server --speculative-config {{"num_speculative_tokens":3}}': "give --lengths to infer.client",
-    "bench --draft lookup": "--draft lookup cannot write token by token, as chain asks",
-}
-
-
-@pytest.mark.parametrize("line", REFUSED)
-def test_split_programs_refuse_flags_with_one_line(line, tmp_path, capsys):
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    name, *flags = line.format(**{name: tmp_path / name for name in FILES}).split()
-    with pytest.raises(SystemExit) as exit:
-        program.run(PROGRAMS[name], flags)
-    shown = capsys.readouterr()
-    assert (exit.value.code, shown.out) == (2, "") and shown.err.count("\n") == 1
-    assert REFUSED[line] in shown.err
 
 
 def test_events_are_lines_that_a_full_pipe_cannot_stop():
@@ -101,21 +63,26 @@ def pair(tmp_path_factory) -> Pair:
 
 @pytest.mark.slow
 def test_split_program_serves_the_targets_text_over_tls_until_sigterm(
-    pair, facts, drafter, tmp_path
+    pair, facts, drafter, tmp_path, run
 ):
-    """Clients with its token send prompts in chunks, and one of them waits for a slot."""
+    """Clients with its token send prompts in chunks, and one of them waits for a slot.
+
+    A client without its certificate refuses the server.
+    """
     cert, key = certificate(tmp_path)
     (tmp_path / "token").write_text("secret\n")
-    flags = ["--target", pair.target.folder, "--draft", pair.drafter.folder, "--slots", 2]
-    flags += ["--chunk", 16, "--max-tokens", 64, "--warm", 1, "--dtype", "float32"]
+    models = ["--target", pair.target.folder, "--draft", pair.drafter.folder, "--dtype", "float32"]
+    flags = [*models, "--slots", 2, "--chunk", 16, "--max-tokens", 64, "--warm", 1]
     flags += ["--tls-cert", cert, "--tls-key", key, "--token-file", tmp_path / "token"]
     warnings = {"PYTHONWARNINGS": "error::ResourceWarning"}
     prompts = [[5, 17, 60, 33, 9], [7], list(range(40))]
     with Child("infer.server", list(map(str, flags)), tmp_path / "log", env=warnings) as child:
         url = child.ready()["url"]
         assert url.startswith("wss://127.0.0.1:")
-        with pytest.raises(ssl.SSLCertVerificationError):
-            connect(url, ssl=ssl.create_default_context()).__enter__()
+        flags = ["--connect", url, "--token-file", tmp_path / "token", *models, "--lengths", 1]
+        flags += ["--target-layer-inference", 0, "--stop-ids", "", "--max-new-tokens", 12]
+        line = run("infer.client", *flags, "--prompt-ids", 7).refusal()
+        assert "its certificate is not trusted (" in line and "see --tls-ca" in line
         tls = ssl.create_default_context(cafile=cert)
         at = ServerAddress(url, facts, "secret", tls, "int8", compress=True, timeout=60.0)
         one = lambda prompt: ask(at, ClientOptions(lengths=(1,)), prompt, 12, drafter.twin())
@@ -123,10 +90,12 @@ def test_split_program_serves_the_targets_text_over_tls_until_sigterm(
         with ThreadPoolExecutor() as clients:
             found = list(clients.map(one, prompts))
         assert [each.tokens for each in found] == [result.token_ids for result in plain]
+        done = run("infer.client", *flags, "--prompt-ids", 7, "--tls-ca", cert)
+        assert done.out.split() == list(map(str, plain[1].token_ids))
         child._process.send_signal(signal.SIGTERM)
         assert child._process.wait(30) == 0
     log = (tmp_path / "log.log").read_text()
     assert f"listening on {url}\n" in log and "Traceback" not in log and "secret" not in log
     events = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     closed = [event for event in events if event["event"] == "close"]
-    assert sorted(event["tokens"] for event in closed) == [13, 17, 52]
+    assert sorted(event["tokens"] for event in closed) == [13, 13, 17, 52]

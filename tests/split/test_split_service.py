@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -50,28 +49,22 @@ class Work:
         return [entry[1:] for entry in self.slots.diary if entry[0] == kind]
 
 
-@contextlib.asynccontextmanager
-async def working(
-    num_slots: int = 4, chunk: int = 8, text_of: Any = None, **limits
-) -> AsyncIterator[Work]:
-    slots = ToySlots(num_slots, chunk)
-    given = {"num_slots": num_slots, "chunk": chunk, "max_tokens": 512} | limits
-    work = Work(slots, ServerLimits(**given), text_of)
-    async with work.service:
-        yield work
-        slots.hold.set()
-    assert slots.slots == [None] * len(slots.slots)  # nothing leaks
-    assert all(name.startswith("target") for name in slots.threads)  # one thread's alone
-    assert text_of or "text" not in {event for event, _ in work.events}
-
-
-def over_work(**settings: Any) -> Callable[..., Callable[[], None]]:
+def over_work(
+    num_slots: int = 4, chunk: int = 8, text_of: Any = None, **limits: Any
+) -> Callable[..., Callable[[], None]]:
     """Runs a test with its own service, in its own event loop."""
 
     def decorated(check: Callable[[Work], Awaitable[None]]) -> Callable[[], None]:
         async def run() -> None:
-            async with working(**settings) as work:
+            slots = ToySlots(num_slots, chunk)
+            given = {"num_slots": num_slots, "chunk": chunk, "max_tokens": 512} | limits
+            work = Work(slots, ServerLimits(**given), text_of)
+            async with work.service:
                 await check(work)
+                slots.hold.set()
+            assert slots.slots == [None] * len(slots.slots)  # nothing leaks
+            assert all(name.startswith("target") for name in slots.threads)  # one thread's alone
+            assert text_of or "text" not in {event for event, _ in work.events}
 
         def test() -> None:
             asyncio.run(run())

@@ -102,24 +102,18 @@ def _until(terminal: int, end: bytes) -> bytes:
 
 @pytest.mark.slow
 def test_a_server_continues_after_the_reader_of_its_log_left(served, tmp_path):
-    """Halves of surrogate pairs are refused as well, and the server continues."""
     fifo = tmp_path / "log"
     os.mkfifo(fifo)
     first = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     flags = ("--slots", 1, "--max-tokens", 64, "--mode", "plain")
     with served("infer.serve", *flags, streams=f"<&- >&- 2>{fifo}") as (url, process):
-        usual = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 
-        def ask(**fields: object) -> int:
-            body, kind = json.dumps(usual | fields), {"content-type": "application/json"}
-            chat = f"{url}/v1/chat/completions"
-            return httpx.post(chat, content=body, headers=kind, timeout=60).status_code
+        def ask() -> int:
+            return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code
 
         os.close(first)
         assert ask() == 200  # its line is lost
-        half = "\ud800"
-        assert ask(messages=[{"role": "user", "content": half}]) == 400
-        assert ask(stop=[half]) == ask(model=half) == ask(logit_bias={half: 1}) == 400
         second = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
         assert ask() == ask() == 200
         time.sleep(0.5)
