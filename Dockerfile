@@ -17,4 +17,4 @@ COPY infer infer
 COPY train train
 COPY configs configs
 COPY tests/data/conversations.jsonl tests/data/conversations.jsonl
-RUN pip install --no-cache-dir --editable ".[$ACCELERATOR,serve,gcs]"
+RUN pip install --no-cache-dir --editable ".[$ACCELERATOR,serve,gcs,plots]"

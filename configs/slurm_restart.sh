@@ -1,10 +1,10 @@
-# Sourced by slurm_*.sbatch: what they are given, and starting again until the run is finished.
+# Sourced by slurm_*.sbatch: reads the arguments, and starts a run again until it is finished.
 #
 # Resume is exact, so a job that is requeued goes on as if it had never been cut. Slurm requeues
 # by itself after a node's failure or a preemption. A job whose time is nearly up is sent SIGTERM
 # (--signal), saves, ends with code 75 and is requeued here; so is one that lacks a process, the hub
 # or room on the disk. Any other failure but bad input (2) is requeued if it has saved something new
-# since it started: bugs do not come back for ever. The processes end together by themselves: srun,
+# since it started, so a bug does not restart it forever. The processes end together by themselves: srun,
 # which would hide their code, waits. Requeued jobs are started again up to 100 times.
 
 config=${1:?give a config file, as in: sbatch configs/slurm_gpu.sbatch configs/moa_llama3_8b.py}

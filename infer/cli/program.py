@@ -198,7 +198,9 @@ def _run_main(main: Main, arguments: list[str] | None) -> object:
 
 def code_of(error: BaseException) -> int:
     """The exit code for an error that `refusal_of` prints."""
-    return TRY_AGAIN if is_temporary(error) else BAD_INPUT
+    # A chip that another process holds, or that is about to be replaced.
+    is_chip = "JAX_PLATFORMS" not in os.environ and _backend_refusal(error) is not None
+    return TRY_AGAIN if is_chip or is_temporary(error) else BAD_INPUT
 
 
 def refusal_of(error: BaseException, arguments: list[str] | None = None) -> str | None:
@@ -264,10 +266,9 @@ def _backend_refusal(error: BaseException) -> str | None:
         if str(error)
         else "no such device"
     )
-    return (
-        f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: {reason}; unset JAX_PLATFORMS, or "
-        "set it to cpu"
-    )
+    if (platforms := os.environ.get("JAX_PLATFORMS")) is None:
+        return f"{reason}; try again, or set JAX_PLATFORMS to cpu"
+    return f"JAX_PLATFORMS={platforms}: {reason}; unset JAX_PLATFORMS, or set it to cpu"
 
 
 def _variable_refusal(error: BaseException) -> str | None:
