@@ -32,7 +32,7 @@ from moa_jax.training.update import abstract, init_state, make_update
 from train.run import output
 from train.run.loop import TrainJob, check, fit
 from train.run.settings import config_parser, parse_config
-from train.run.start import check_data, layout
+from train.run.start import check_data, layout, working_on
 
 
 def pretrain(config: PretrainConfig, overwrite: bool = False) -> bool:
@@ -118,7 +118,8 @@ def main(arguments: list[str] | None = None) -> int | None:
     parser = config_parser("train.pretrain", __doc__)
     output.add_flag(parser)
     config, args = parse_config(parser, PretrainConfig, arguments)
-    return None if pretrain(config, args.overwrite) else TRY_AGAIN
+    with working_on("preparing the run"):
+        return None if pretrain(config, args.overwrite) else TRY_AGAIN
 
 
 if __name__ == "__main__":

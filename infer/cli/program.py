@@ -348,7 +348,8 @@ class _Lines(Progress):
 
     def step(self, count: int = 1) -> None:
         self._done += count
-        if time.monotonic() - self._shown >= SECONDS_BETWEEN_LINES:
+        now = _Shown.at_s = time.monotonic()
+        if now - self._shown >= SECONDS_BETWEEN_LINES:
             self._show()
 
     def note(self, figures: Mapping[str, object]) -> None:

@@ -47,6 +47,7 @@ CHUNK = 1 << 20  # bytes per read
 DISK_FAULTS = [
     os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 ]
+LASTING_FAULTS = [os.strerror(code) for code in (errno.EFBIG, errno.EROFS)]
 # TensorStore's errors for missing or corrupt content, in checkpoints without a file list.
 CORRUPT = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION: Error reading")
 CORRUPT += ("_METADATA) does not exist",)  # Orbax's own
@@ -213,9 +214,10 @@ class Checkpoints:
             time.sleep(1)  # the other writes fail now, while `_hide_failed_writes` hides them
             raise self._not_written(fault) from error
 
-    def _not_written(self, why: str) -> TemporaryError:
+    def _not_written(self, why: str) -> InputError:
         steps = ", ".join(map(str, self._manager.all_steps())) or "none"
-        return TemporaryError(
+        kind = InputError if why in LASTING_FAULTS else TemporaryError
+        return kind(
             f"{self._folder}: a checkpoint could not be written: {why}; whole ones: steps {steps}; "
             "make room and give the same command again"
         )
@@ -284,7 +286,8 @@ def _appears(file: Path, content: str) -> bool:
 def _check_disk(config: Config, directory: Path, size: int) -> None:
     """Raises TemporaryError without room for all checkpoints that the run holds at one time."""
     steps, run = steps_of(config), config.run
-    to_come = -(-(config.optim.total_steps - max(steps, default=0)) // run.save_every)
+    left = config.optim.total_steps - max(steps, default=0)
+    to_come = left if run.save_every_minutes else -(-left // run.save_every)
     most = run.keep_checkpoints + 2  # the newest, the best, and one that is being written
     count = min(max(most - len(steps), 1), to_come)
     existing = next(each for each in (directory, *directory.absolute().parents) if each.exists())

@@ -21,10 +21,14 @@ from moa_jax.decode.session import Session
 from moa_jax.decode.state import Weights
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
+from moa_jax.files.paths import place
 from moa_jax.model import convert, sharding
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.runtime.memory import num_bytes_of
+from moa_jax.runtime.multihost import on_first
+from moa_jax.training.checkpoint import steps_of
 from moa_jax.training.distillation import TrainStep, abstract_frozen
+from moa_jax.training.metrics import read_records
 
 MAX_NEW_TOKENS = 64
 AUTO_PROMPTS, AUTO_SHARE = 8, 0.02  # of the time between two checkpoints
@@ -57,8 +61,9 @@ def with_decode_prompts(
     """The config with a number as `run.decode_prompts`, and a line on that number, "" if set.
 
     None becomes AUTO_PROMPTS if decoding takes at most AUTO_SHARE of the time and its copy of the
-    target fits beside the target and the state of the training step, else 0. `memory` is the memory
-    of a device in bytes, None for the limit that the device reports.
+    target fits beside the target and the state of the training step, else 0. A resumed run decodes
+    if it did before, since one figure must rate all its checkpoints. `memory` is the memory of a
+    device in bytes, None for the limit that the device reports.
     """
     if config.run.decode_prompts is not None:
         return config, ""
@@ -66,13 +71,22 @@ def with_decode_prompts(
     limit = memory or (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
     dtype = config.run.dtype
     fits = limit is None or _needed_bytes(target, program, mesh, dtype) <= AUTO_MEMORY * limit
-    count = AUTO_PROMPTS if share <= AUTO_SHARE and fits else 0
+    before = on_first(lambda: _decoded_before(config))
+    count = AUTO_PROMPTS if fits and (share <= AUTO_SHARE if before is None else before) else 0
+    kept = ", as before" if before is bool(count) else ""
     cost = f"up to {min(share, 1):.1%} of the time" if fits else "more memory than a device has"
-    line = f"run.decode_prompts is {count}: decoding {AUTO_PROMPTS} prompts would take {cost}"
+    line = f"run.decode_prompts is {count}{kept}: decoding {AUTO_PROMPTS} prompts takes {cost}"
     if not count:
         line += "; the best checkpoint is chosen by simulated_tau"
     run = dataclasses.replace(config.run, decode_prompts=count)
     return dataclasses.replace(config, run=run), line
+
+
+def _decoded_before(config: DistillConfig) -> bool | None:
+    """Whether a run has decoded prompts; None if it has evaluated nothing yet."""
+    records = read_records(place(config.run.directory) / "metrics.jsonl")
+    kinds = {record["kind"] for record in records if steps_of(config)}
+    return "decode" in kinds if kinds & {"eval", "decode"} else None
 
 
 def _needed_bytes(target: TargetConfig, program: TrainStep, mesh: Mesh, dtype: str) -> float:

@@ -131,8 +131,8 @@ class RunLogger:
         before, self._pending = self._pending, None
         if before is not None:
             self._read(*before)
-        if self._log is not None:
-            self._log.sync()
+        for log in filter(None, (self._log, self._speed)):
+            log.sync()
         self._settled_s = time.monotonic()
 
     def measured(self, step: int, kind: str, figures: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ class RunLogger:
         if self._log is None:
             return
         del values["finite"]
-        values["learning_rate"] = rate_of_update(self._optim, step - 1)
+        values["learning_rate"] = rate_of_update(self._optim, step - 1 - self._skipped)
         if self._steps_per_epoch is not None:
             values["epoch"] = step / self._steps_per_epoch
         record = self._log.write(step, "train", values)

@@ -88,7 +88,8 @@ def _written(path: str, name: str) -> str:
             return path
         return os.path.abspath(folder) if name.endswith("run.directory") else str(folder)
     try:
-        return str(local_path(path))
+        local_path(path)
+        return os.path.expanduser(path)  # runs compare the text of decisive paths
     except argparse.ArgumentTypeError as error:
         raise InputError(f"{name}: {error}") from error
 

@@ -59,7 +59,7 @@ class WallTime:
         total = max(now - self._first, 1e-9)
         waits = max(0.0, total - self.useful_s - self.restarts_s)
         return (
-            f"goodput {self.goodput(now):.0%} of {total / 3600:.2f} h since the first update; "
+            f"goodput {self.goodput(now):.0%} of {total / 3600:.2f} h since the first start; "
             f"{waits / total:.0%} waits (compilation, evaluations, saves), "
             f"{self.restarts_s / total:.0%} restarts ({self.restarts})"
         )
