@@ -117,7 +117,7 @@ FULL_DISK = "processes.on_first(lambda: raising(OSError(28, 'No space left')))"
 BAD = "raising(InputError('x: bad: fix it'))"
 OWN_DISKS = """from moa_jax.training import checkpoint; from tests.train.toy_run import toy_config;
 checkpoint.place, checkpoint.SHARED_TIMEOUT_S = lambda path: Path(path) / str(args.process), 0.5;
-checkpoint.check_directory(toy_config(here))""".replace("\n", " ")
+checkpoint.check_directory(toy_config(here), {})""".replace("\n", " ")
 NOT_SHARED = "run.directory .*: processes 1 of 2 do not see the files of process 0; name a folder"
 HAS_NO_FILE = (2, f"toy: {NO_FILE}", f"toy: process 0: {NO_FILE}")
 ENDS = {  # what both do, the code of both, and what the lines of both hold
