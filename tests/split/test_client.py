@@ -47,10 +47,10 @@ def ask(pair, server, run, tmp_path, monkeypatch):
 IDS = ["--prompt-ids", ",".join(map(str, PROMPT)), "--stop-ids", ""]
 
 
-def refused(found: Done) -> str:
-    """Returns the only line of the program's error."""
+def refused(found: Done, wanted: int = 2) -> str:
+    """Returns the only line of the program's error, whose exit code is `wanted`."""
     code, out, err = found
-    assert (code, out) == (2, "") and err.count("\n") == 1, found
+    assert (code, out) == (wanted, "") and err.count("\n") == 1, found
     return err
 
 
@@ -77,11 +77,11 @@ def test_split_client_refuses_with_one_line(line, ask, tmp_path, monkeypatch):
 def test_split_client_reports_a_missing_server(ask, server):
     wrong = f"ws://127.0.0.1:{server.port}/v2"
     assert "nothing answers there" in refused(ask(*IDS, url=wrong))
-    said = refused(ask(*IDS, port=free_port()))
+    said = refused(ask(*IDS, port=free_port()), 75)
     assert "start infer.server there, or give --offline" in said
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it only accepts connections
         url = f"ws://127.0.0.1:{silent.getsockname()[1]}/v1/split"
-        assert "no answer in time" in refused(ask(*IDS, "--timeout", 0.2, url=url))
+        assert "no answer in time" in refused(ask(*IDS, "--timeout", 0.2, url=url), 75)
 
 
 def test_split_client_of_another_version_is_refused(ask, server):
@@ -97,7 +97,7 @@ def test_split_client_of_another_version_is_refused(ask, server):
 def test_split_client_of_a_full_server_is_refused(ask, server, monkeypatch):
     limits = dataclasses.replace(server.server.limits, max_clients=0)
     monkeypatch.setattr(server.server, "limits", limits)
-    said = refused(ask(*IDS))
+    said = refused(ask(*IDS), 75)
     assert "try again later; give --offline" in said and "start infer.server" not in said
 
 
