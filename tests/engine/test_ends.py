@@ -115,6 +115,7 @@ def test_a_device_that_does_not_respond_does_not_keep_an_engine_from_closing(mon
     engine.close()
     assert found.wait().error == "the device does not respond"
     is_stuck.set()
+    engine._thread.join(WAIT_S)
 
 
 def test_a_full_queue_takes_nothing_more(started):
