@@ -157,8 +157,9 @@ def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
     """Runs a program and exits with its code, or after one line with 2 or 75.
 
     2 is for bad input, which includes a path of the command line that the system rejects, too
-    little memory and a backend that jax cannot start; 75 is for what may pass (`is_temporary`): a
-    full disk, a held lock, a network that is away. Ctrl-C exits with 130 and a closed pipe
+    little memory and a backend of JAX_PLATFORMS that jax cannot start; 75 is for what may pass
+    (`is_temporary`): a full disk, a held lock, a network that is away, and without JAX_PLATFORMS a
+    chip that does not start. Ctrl-C exits with 130 and a closed pipe
     (`| head`) with 141, both silently. Any other exception is a bug and keeps its traceback,
     including an OSError about another path. jax's compilation cache is persistent
     (`compile_cache`).

@@ -230,7 +230,9 @@ class RunConfig:
         at_least(1, self, "keep_checkpoints")
         if self.save_every_minutes is not None:
             finite(self, "save_every_minutes", above_zero=True)
-        at_least(0, self, *["decode_prompts"] * (self.decode_prompts is not None), "seed")
+        if self.decode_prompts is not None:
+            at_least(0, self, "decode_prompts")
+        at_least(0, self, "seed")
         if self.seed >= 1 << 32:
             raise InputError(f"seed is {self.seed}; choose one below 2**32")
 

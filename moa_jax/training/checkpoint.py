@@ -23,7 +23,6 @@ import secrets
 import socket
 import sys
 import time
-import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -254,7 +253,7 @@ def _check_shared(directory: Path) -> None:
     """
 
     def write() -> str:
-        nonce = uuid.uuid4().hex
+        nonce = secrets.token_hex(8)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"shared-{nonce}").write_text(nonce)
         return nonce

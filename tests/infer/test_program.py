@@ -168,6 +168,14 @@ def test_silent_work_is_named_with_its_time_by_the_innermost_stage(capsys, monke
     assert [program.duration(seconds) for seconds in (90, 9000)] == ["90 s", "2.5 h"]
 
 
+def test_a_chip_that_does_not_start_may_pass_unless_it_was_named(monkeypatch):
+    error = RuntimeError("Unable to initialize backend 'tpu': in use (set JAX_PLATFORMS='' to ...)")
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    assert program.code_of(error) == 2 and "unset JAX_PLATFORMS" in program.refusal_of(error)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert program.code_of(error) == 75 and "in use; try again" in program.refusal_of(error)
+
+
 def test_too_little_memory_is_one_line(capsys):
     def host(arguments):
         np.empty(10**15, np.int8)
