@@ -16,5 +16,4 @@ COPY moa_jax moa_jax
 COPY infer infer
 COPY train train
 COPY configs configs
-COPY tests/data/conversations.jsonl tests/data/conversations.jsonl
 RUN pip install --no-cache-dir --editable ".[$ACCELERATOR,serve,gcs,plots]"

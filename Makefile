@@ -79,7 +79,7 @@ chat: $(SMALL)
 serve: $(SMALL)
 	@$(PY) -m infer.serve $(ARGS)
 
-# Whole files go to the workers, in the order that tests/conftest.py gives them.
+# Whole files go to the workers, tests/engine as one, in the order that tests/conftest.py gives them.
 test: env
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -7,8 +7,8 @@ batches, MoA's learning rate for all cells, and the number of parameters, with w
 of removed parts. `half_width` and `double_width` change the width of the MLPs. The number of
 updates is a third of that in configs/matched.py; warm-up again takes a tenth of the updates.
 The bound needs a control, `without_staircase`, since MoA without the bound has no staircase either.
-A draft vocabulary is a setting of MoA's decoding, not of its training, since MoA uses the target's
-head: `--draft-vocabulary FILE` of infer.generate and infer.evaluate, or a file in the drafter's
+Drafters that use the target's head need no draft vocabulary in training; decoding takes one by
+`--draft-vocabulary FILE` of infer.generate and infer.evaluate, or from a file in the drafter's
 folder. For a target of the Qwen2 family: configs/moa_qwen2_7b.py.
 """
 

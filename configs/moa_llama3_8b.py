@@ -6,8 +6,8 @@ Rows of 4,096 tokens hold several separate conversations, truncated to 2,048 tok
 authors' code, with almost no padding. A batch of 16 rows has about 53 conversations, while the
 authors' batch has 32; configs/moa_llama3_8b_paper.py has the authors' batches. The schedule is in
 epochs like the authors': warm-up of 50 updates to 20 times the constant rate, then one epoch of
-linear decay. The draft vocabulary of a quarter of the target's tokens is ours and affects decoding
-only.
+linear decay. The loss covers the whole vocabulary, as the authors'; train.vocabulary adds a draft
+vocabulary to the finished drafter.
 
 Presets hold the settings that depend on the machine; `train.plan` selects the preset of its
 topology automatically. A batch that is computed in parts (h200:1) gives slightly different random
@@ -63,7 +63,6 @@ config = DistillConfig(
         save_every=500,
         dtype="bfloat16",
     ),
-    draft_vocabulary=32_768,
 )
 
 # Settings per machine, selected by `--preset NAME`.

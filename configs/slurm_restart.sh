@@ -4,8 +4,9 @@
 # by itself after a node's failure or a preemption. A job whose time is nearly up is sent SIGTERM
 # (--signal), saves, ends with code 75 and is requeued here; so is one that lacks a process, the hub
 # or room on the disk. Any other failure but bad input (2) is requeued if it has saved something new
-# since it started, so a bug does not restart it forever. The processes end together by themselves: srun,
-# which would hide their code, waits. Requeued jobs are started again up to 100 times.
+# since it started, so a bug does not restart it forever; for RUN=gs://BUCKET/DIR, gcloud lists the
+# checkpoints. The processes end together by themselves: srun, which would hide their code, waits.
+# Requeued jobs are started again up to 100 times.
 
 config=${1:?give a config file, as in: sbatch configs/slurm_gpu.sbatch configs/moa_llama3_8b.py}
 settings=("${@:2}")
@@ -23,8 +24,10 @@ source configs/slurm_container.sh
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR-$run/compiled}
 
 newest_checkpoint() {
-    find "$run/checkpoints" -mindepth 1 -maxdepth 1 -regex '.*/[0-9]+' -printf '%f\n' \
-        2>/dev/null | sort -n | tail -1
+    case $run in
+    gs://*) gcloud storage ls "$run/checkpoints/*/commit_success.txt" | xargs -rn1 dirname ;;
+    *) find "$run/checkpoints" -mindepth 1 -maxdepth 1 2>/dev/null ;;
+    esac | sed -n 's|.*/\([0-9]*\)$|\1|p' | sort -n | tail -1
 }
 newest_before=$(newest_checkpoint)
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from moa_jax.config import DataConfig, DistillConfig, MoaConfig, OptimConfig, RunConfig
 
-ROOT = Path(__file__).resolve().parents[1]
+DEMO = Path(__file__).resolve().parents[1] / "moa_jax" / "demo"
+CONVERSATIONS = str(DEMO / "conversations.jsonl")
 
 config = DistillConfig(
-    target=str(ROOT / "moa_jax" / "demo" / "target"),
+    target=str(DEMO / "target"),
     drafter=MoaConfig(
         self_attention_num_key_value_heads=1,
         self_attention_intermediate_size=128,
@@ -20,8 +21,8 @@ config = DistillConfig(
         layer_self_attention_intermediate_size=32,
     ),
     data=DataConfig(
-        train=(str(ROOT / "tests" / "data" / "conversations.jsonl"),),
-        validation=(str(ROOT / "tests" / "data" / "conversations.jsonl"),),
+        train=(CONVERSATIONS,),
+        validation=(CONVERSATIONS,),
         max_length=128,
         row_length=128,
         rows_per_batch=8,

@@ -2,16 +2,18 @@
 
 `python -m` searches the current folder first, so a local train.py shadows the package; a console
 script is not shadowed. pyproject.toml has the table: moa-distill = "infer.commands:train.distill".
+Servers and clients need packages of the extra `serve`, and an installation may lack these.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from infer.cli.program import run
+from infer.cli.program import BAD_INPUT, run
 
 
 class ProgramFolder:
@@ -21,8 +23,14 @@ class ProgramFolder:
         self._folder = folder
 
     def __getattr__(self, name: str) -> Callable[[], NoReturn]:
-        program = importlib.import_module(f"{self._folder}.{name}")
-        return functools.partial(run, program.main)
+        program = f"{self._folder}.{name}"
+        try:
+            return functools.partial(run, importlib.import_module(program).main)
+        except ModuleNotFoundError as error:
+            package = str(error.name).partition(".")[0]
+            line = f"the package {package} is missing; pip install it (servers: 'moa-jax[serve]')"
+            sys.stderr.write(f"{program}: {line}\n")
+            sys.exit(BAD_INPUT)
 
 
 infer, train = ProgramFolder("infer"), ProgramFolder("train")

@@ -234,6 +234,9 @@ def _answer_as_document(ask: Asking, prompts: list[list[int]]) -> int:
         differ = [result.get("difference") is not None for result in document.results]
         differ = on_first(lambda: differ)
         faults, done = sum(differ), len(differ)
+        is_one = not cluster.is_asked(args)  # processes may have different cost tables
+        if session.controller is not None and is_one and len(prompts) - done > args.batch > 1:
+            fill(session, args.batch)
         with progress(len(prompts), "answers", initial=done, quiet=len(prompts) == 1) as bar:
             for start in range(done, len(prompts), args.batch):
                 some = slice(start, start + args.batch)

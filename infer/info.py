@@ -1,4 +1,7 @@
-"""Prints the facts of a bug report: versions, devices, caches, the pair and the data folders."""
+"""Prints the facts of a bug report: versions, devices, caches, the pair and the data folders.
+
+--families lists what loads instead: families of targets, RoPE scalings, weight formats, drafters.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from infer.bench.tables import table_of
 from infer.cli import compile_cache
 from infer.cli.flags.pair import DEMO, MODEL, add_pair_flag
 from infer.cli.program import Parser, run
 from moa_jax.data.sources import locate
 from moa_jax.errors import InputError
+from moa_jax.files.hf_config import towers_of
 from moa_jax.files.model_folder import find_folder
 from moa_jax.files.whole_files import read_json
 from moa_jax.version import __version__
@@ -70,6 +75,54 @@ def collect(
     }
 
 
+def loadable() -> dict[str, Any]:
+    """All that loads, as a JSON-ready dictionary, from the registries that loading uses."""
+    from moa_jax.drafters import DRAFTERS
+    from moa_jax.files.families import FAMILIES
+    from moa_jax.files.hf_config import SCALINGS, WINDOWED
+    from moa_jax.files.prequantized import READ
+    from moa_jax.model.quantize import FORMATS
+
+    families = [
+        {
+            "family": family,
+            "model_types": [family, *files.wrappers],
+            "parity": f"transformers {files.architecture}",
+            "gguf": list(files.gguf),
+            "sliding_windows": family in WINDOWED,
+        }
+        for family, files in FAMILIES.items()
+    ]
+    return {
+        "families": families,
+        "rope_scalings": list(SCALINGS),
+        "weights": list(FORMATS),
+        "stored": list(READ),
+        "drafters": list(DRAFTERS),
+    }
+
+
+def render_loadable(found: dict[str, Any]) -> str:
+    """`loadable` as a table with one row per family, and one line per other list."""
+    listed = lambda key: lambda row: ", ".join(row[key]) or None
+    columns = {
+        "family": "family",
+        "model_type of config.json": listed("model_types"),
+        "parity in float32": "parity",
+        "GGUF architecture": listed("gguf"),
+        "windows": lambda row: "yes" if row["sliding_windows"] else None,
+    }
+    lines = [table_of(found["families"], columns), ""]
+    for key, name in (
+        ("rope_scalings", "RoPE scalings"),
+        ("weights", "--weights"),
+        ("stored", "folders in eight bits"),
+        ("drafters", "drafters"),
+    ):
+        lines.append(f"{name}: {', '.join(found[key])}")
+    return "\n".join(lines)
+
+
 def _devices() -> dict[str, Any]:
     """The devices that jax finds, or the error with which jax finds none."""
     import jax
@@ -123,14 +176,16 @@ def _compile_cache(folder: str | None) -> dict[str, int | None] | None:
 
 
 def _model(folder: Path) -> dict[str, Any]:
-    """A model's folder, the bytes of its weights and the sizes in its config.json."""
+    """A model's folder, the bytes of its weights, and the sizes and towers in its config.json."""
     if folder.parent == DEMO and not folder.is_dir():
         return {"folder": str(folder), "found": False}
     folder = find_folder(folder)
     config = read_json(folder / "config.json")
     weights = (path for kind in ("*.safetensors", "*.gguf") for path in folder.glob(kind))
     size = sum(path.stat().st_size for path in weights)
-    fields = {name: config[name] for name in MODEL_FIELDS if name in config}
+    text = (config.get("text_config") or {}) | config
+    fields = {name: text[name] for name in MODEL_FIELDS if name in text}
+    fields |= {"not_read": towers} if (towers := towers_of(config)) else {}
     return {"folder": str(folder), "found": True, "weights_bytes": size} | fields
 
 
@@ -193,8 +248,9 @@ def _device_line(device: dict[str, Any]) -> str:
 def _model_line(model: dict[str, Any]) -> str:
     if not model["found"]:
         return f"absent: no folder {model['folder']}"
-    fields = ", ".join(f"{name} {model[name]}" for name in MODEL_FIELDS if name in model)
-    return f"{model['folder']}, {_mib(model['weights_bytes'])}, {fields}"
+    fields = [f"{name} {model[name]}" for name in MODEL_FIELDS if name in model]
+    fields += [f"{tower} not read" for tower in model.get("not_read", ())]
+    return ", ".join([model["folder"], _mib(model["weights_bytes"]), *fields])
 
 
 def _mib(size: int) -> str:
@@ -215,8 +271,15 @@ def main(arguments: list[str] | None = None) -> None:
         "--load", action="store_true", help="load the target too, and print the loading speed"
     )
     output = parser.add_argument_group("output")
+    output.add_argument(
+        "--families", action="store_true", help="list the models that load, and nothing else"
+    )
     output.add_argument("--json", action="store_true", help="print one JSON document")
     flags = parser.parse_args(arguments)
+    if flags.families:
+        found = loadable()
+        print(json.dumps(found, indent=2) if flags.json else render_loadable(found))
+        return
     draft = flags.draft or (None if flags.target else DEMO / "draft")
     report = collect(Path(flags.target or DEMO / "target"), draft and Path(draft), flags.load)
     print(json.dumps(report, indent=2) if flags.json else render(report))

@@ -112,13 +112,15 @@ def _drafter(args: argparse.Namespace, target: Target) -> LoadedDrafter:
 
 def described(found: Plan) -> str:
     """A plan as text, which ends with the verdict."""
-    rows, axes = found["cache_rows"], as_flag(found["mesh"])
+    rows, axes, of_windows = found["cache_rows"], as_flag(found["mesh"]), found["window_rows"]
     memory = ", ".join(f"{part} {gib(size)}" for part, size in found["memory"].items())
     lines = [
         f"{found['topology']}: {found['device_kind']}, {found['bandwidth'] / 1e12:g} TB/s, "
         f"{found['launch_us']:g} us a launch" + (f", mesh {axes}, figures of a chip" * bool(axes)),
         f"{found['nodes']} nodes a round, batch {found['batch']}, "
-        f"{found['rows_used'] or rows} of {rows} rows used, weights in {found['weights']}",
+        f"{found['rows_used'] or rows} of {rows} rows used, "
+        + f"layers with a window have {of_windows}, " * bool(of_windows)
+        + f"weights in {found['weights']}",
         *(_round(found) if found["phases"] else []),
         f"memory in GiB: {memory}",
         "fits" if found["fits"] else "does not fit",

@@ -3,6 +3,7 @@
 python -m infer.serve                                      the bundled pair, for this machine only
 python -m infer.serve --target DIR --draft DIR --slots 32 --max-tokens 4096
 python -m infer.serve --mesh tensor=8,data=2 --distributed   on each of two hosts: one server
+python -m infer.serve --target Qwen/Qwen3-8B --reasoning-parser qwen3 --tool-call-parser hermes
 python -m infer.serve --host 0.0.0.0 --api-key-file KEYS --tls-cert C.pem --tls-key K.pem
 
 Paths: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /version, /ping,
@@ -20,7 +21,9 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, get_args
+
+import jinja2
 
 from infer.cli.flags import cluster
 from infer.cli.flags.alike import check_same_flags
@@ -30,12 +33,17 @@ from infer.cli.flags.pair import (
     add_draft_flags,
     add_pair_flags,
     asked_mode,
+    json_object,
     load_pair,
     shape_of,
 )
 from infer.cli.flags.prompts import tokenizer_of
 from infer.cli.flags.vocabulary import vocabulary_of
-from infer.cli.program import Parser, positive, run, utf8, whole
+from infer.cli.program import Parser, need, positive, run, utf8, whole
+
+if __name__ == "__main__":
+    need("infer.serve", "prometheus_client", "starlette", "uvicorn")
+
 from infer.http.address import (
     DRAIN_SECONDS,
     add_address_flags,
@@ -49,10 +57,14 @@ from infer.http.run import serve_until_signal
 from infer.openai.app import OpenAIServer, ServingLimits
 from infer.openai.metrics import ServingMetrics
 from infer.openai.model import Model
+from infer.openai.parsers import REASONING_PARSERS, TOOL_PARSERS
+from infer.openai.responses import SpecMetrics
+from moa_jax.data import chat
+from moa_jax.data.records import check_template_kwargs
 from moa_jax.decode.background import exit_now
 from moa_jax.engine import Engine
 from moa_jax.engine.multihost import run_follower
-from moa_jax.errors import InputError
+from moa_jax.errors import InputError, first_line
 from moa_jax.pretrained import Target
 from moa_jax.runtime import multihost
 from moa_jax.runtime.followers import Followers, LeaderDied
@@ -101,7 +113,10 @@ def main(arguments: list[str] | None = None) -> int:
             followers.wait(SECONDS_TO_END)
             processes.say_goodbye()
             exit_now(code)
-    engine.session.background.exit_now(code)  # does not wait for background compilation
+    # Compilation in other threads may take minutes.
+    if server.is_compiling:
+        exit_now(code)
+    engine.session.background.exit_now(code)
     return code
 
 
@@ -121,7 +136,7 @@ def _follow(args: argparse.Namespace, processes: multihost.ProcessGroup) -> NoRe
 
 def _abandon(engine: Engine, server: OpenAIServer, line: str) -> None:
     """Fails all running requests with `line`; waits `SECONDS_TO_END` for their responses."""
-    server.draining = True  # /health shows it until the process ends
+    server.stop_compiling()  # /health shows it until the process ends
     engine.abandon(line)
     end = time.monotonic() + SECONDS_TO_END
     while server.num_open and time.monotonic() < end:
@@ -134,12 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     add_pair_flags(parser)
     add_draft_flags(parser)
     cluster.add_flags(parser)
-    parser.add_argument_group("API").add_argument(
-        "--served-model-name",
-        type=utf8,
-        metavar="NAME",
-        help="by which clients ask for the model; default: the last part of --target",
-    )
+    _add_api_flags(parser)
     limits = ServingLimits()
     group = parser.add_argument_group("limits")
     numbers = [
@@ -170,6 +180,57 @@ def _parser() -> argparse.ArgumentParser:
         "half of what --slots take",
     )
     return parser
+
+
+def _add_api_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("API")
+    group.add_argument(
+        "--served-model-name",
+        type=utf8,
+        metavar="NAME",
+        help="by which clients ask for the model; default: the last part of --target",
+    )
+    group.add_argument(
+        "--chat-template",
+        type=_template,
+        metavar="FILE",
+        help="a Jinja file; default: the target's",
+    )
+    group.add_argument(
+        "--default-chat-template-kwargs",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help='arguments of the chat template, such as {"enable_thinking": false}, which the '
+        "chat_template_kwargs of a request replace one by one",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default="none",
+        help="format of the reasoning that is returned apart from the content",
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        choices=tuple(TOOL_PARSERS),
+        default="none",
+        help="format of the model's tool calls; none refuses requests with tools",
+    )
+    group.add_argument(
+        "--per-request-spec-decode-metrics",
+        choices=get_args(SpecMetrics),
+        default="none",
+        help="acceptance of drafts in the reply's field metrics.speculative_decoding, as in vLLM; "
+        "detailed adds figures per round",
+    )
+
+
+def _template(path: str) -> str:
+    """An argparse type: the text of a chat template's file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{path} is not text in UTF-8") from error
 
 
 def _load(args: argparse.Namespace, followers: Followers | None = None) -> tuple[Engine, Target]:
@@ -205,14 +266,18 @@ def _server_of(
         raise InputError(
             f"--max-prompt {args.max_prompt}: prompts of at most {most} tokens fit; lower it"
         )
+    check_template_kwargs(args.default_chat_template_kwargs, "--default-chat-template-kwargs")
     model = Model(
         name=args.served_model_name or _name_of(args.target),
-        tokenizer=tokenizer_of(target.folder),
+        tokenizer=_tokenizer_of(args, target.folder),
         vocab_size=target.config.vocab_size,
         eos_ids=tuple(target.generation.eos_ids),
         max_tokens=engine.max_tokens,
         max_prompt=args.max_prompt or most,
         created=int(time.time()),
+        reasoning_parser=args.reasoning_parser,
+        tool_call_parser=args.tool_call_parser,
+        template_kwargs=args.default_chat_template_kwargs,
     )
     limits = ServingLimits(
         max_body_bytes=args.max_body_bytes,
@@ -220,7 +285,25 @@ def _server_of(
         request_seconds=args.request_seconds,
         send_seconds=args.send_seconds,
     )
-    return OpenAIServer(engine, model, ServingMetrics(model.name, engine), log, limits, keys)
+    level, metrics = args.per_request_spec_decode_metrics, ServingMetrics(model.name, engine)
+    return OpenAIServer(engine, model, metrics, log, limits, keys, level)
+
+
+def _tokenizer_of(args: argparse.Namespace, folder: Path) -> Any | None:
+    """The target's tokenizer with the chat template of the flags; InputError for a faulty one."""
+    tokenizer = tokenizer_of(folder)
+    if args.chat_template is None:
+        return tokenizer
+    if tokenizer is None:
+        raise InputError("--chat-template needs a tokenizer, and the target has none; leave it out")
+    tokenizer.chat_template = args.chat_template
+    try:
+        chat.render(tokenizer, [{"role": "user", "content": "Hello."}], generation_prompt=True)
+    except InputError as error:  # a template may refuse this chat and render others
+        if isinstance(cause := error.__cause__, jinja2.TemplateSyntaxError):
+            line = f"--chat-template is not Jinja ({first_line(cause)}); correct the file"
+            raise InputError(line) from error
+    return tokenizer
 
 
 def _name_of(target: str | None) -> str:

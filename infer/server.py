@@ -19,7 +19,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from infer.cli.flags.pair import add_pair_flags, load_pair
-from infer.cli.program import Parser, names, positive, run
+from infer.cli.program import Parser, names, need, positive, run
+
+if __name__ == "__main__":
+    need("infer.server", "prometheus_client", "starlette", "uvicorn", "websockets")
+
 from infer.http.address import (
     DRAIN_SECONDS,
     PING_SECONDS,

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,20 +24,23 @@ from moa_jax.files import (
     client_files,
     copies,
     model_folder,
+    prequantized,
     tensor_reader,
     token_ids,
     turn_ends,
     whole_files,
 )
-from moa_jax.files.config_keys import contradiction
+from moa_jax.files.config_keys import check_sections, contradiction
 from moa_jax.files.device_loader import Layout, ShardingOf, read_params, write_params
-from moa_jax.files.foreign import foreign_layout
-from moa_jax.files.hf_config import ARCHITECTURES, target_config_from_hf, target_config_to_hf
+from moa_jax.files.families import ARCHITECTURES, FAMILIES, WRAPPERS
+from moa_jax.files.foreign import foreign_layout, official_names
+from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf, towers_of
 from moa_jax.files.paths import place
 from moa_jax.files.registry import (
     DrafterKind,
     FileLayout,
     Files,
+    StoredDrafter,
     check_pairing,
     layer_sizes,
     mispaired,
@@ -50,6 +53,7 @@ from moa_jax.model.sharding import DECODE_AXES, for_decoding, mesh_of
 from moa_jax.runtime.devices import compute_capability
 
 FIRST_WITH_FP8 = 8.9  # compute capability: Ada; Hopper has 9.0
+SPECULATORS_VERSION = "0.9.0"  # of the library whose files `save_drafter` writes
 
 
 class SpecialIds(NamedTuple):
@@ -130,10 +134,11 @@ def load_target(
     weights: Format | None = None,
     mesh: Mesh | None = None,
 ) -> Target:
-    """Loads a Llama or Qwen target from a folder or the hub, one tensor at a time.
+    """Loads a target of a family of `files.families` from a folder or the hub, tensor by tensor.
 
     Each array is placed on its device as soon as its tensors are joined, so host memory holds at
-    most two arrays besides those placed on the host. `dtype` defaults to `default_dtype()`;
+    most two arrays besides those placed on the host. Matrices that the folder stores in eight bits
+    stay so (`files.prequantized`). `dtype` defaults to `default_dtype()`;
     `layers` "list" is for decoding, "stacked" (a leading layer axis) for training; `sharding` maps
     a leaf's path and shape to its sharding. `weights` quantizes the matrices of a list of layers
     during loading. With `mesh` (`sharding.decoding_mesh`) the target decodes on all devices of the
@@ -166,11 +171,12 @@ def check_mesh(config: TargetConfig, mesh: Mesh) -> None:
             f"a mesh of the axes {', '.join(map(str, mesh.axis_names))} does not decode; make one "
             "with moa_jax.decoding_mesh"
         )
-    tensor, width = mesh.shape["tensor"], config.block.intermediate_size
+    tensor, width = mesh.shape["tensor"], config.block.split_width
     if width % tensor:
+        what = "experts" if config.block.experts else "feed-forward"
         raise InputError(
-            f"mesh tensor={tensor} does not divide the target's feed-forward of {width}; choose "
-            "a number that does"
+            f"mesh tensor={tensor} does not divide the target's {what} of {width}; choose a number "
+            "that does"
         )
 
 
@@ -295,11 +301,12 @@ def load_drafter(
         return LoadedDrafter(name, DRAFTERS[name].without_files, {}, (), Path(name), None)
     folder = model_folder.find_folder(path_or_hub_id)
     config = whole_files.read_json(folder / "config.json")
-    reader = _open(folder)
-    shapes = reader.shapes | {
-        name: line.shape for name, line in client_files.left_out(folder).items()
-    }
+    reader, rest = _open(folder), client_files.left_out(folder)
     with _reading(folder / "config.json"):
+        check_sections(config, "config.json")
+        official = official_names({**reader.shapes, **rest})
+        reader, rest = reader.renamed(official), {official[name]: rest[name] for name in rest}
+        shapes = reader.shapes | {name: line.shape for name, line in rest.items()}
         method = _method_of(method, config, set(shapes), folder)
         _check_verifier(config, target)
         kind = DRAFTERS[method]
@@ -310,7 +317,7 @@ def load_drafter(
         depth = _depth_of(config)
     used = _clients_table(method, cfg, target) if for_client else table
     extras = [*kind.constants(cfg, target.config), *kind.extras, *kind.copies]
-    _check(reader, folder, table, used, [*extras, *copies.rotary_tables(reader.shapes)])
+    _check(reader, folder, rest, table, used, [*extras, *copies.rotary_tables(reader.shapes)])
     _check_copies(kind, reader, target)
     if dtype is None:
         dtype = default_dtype() if target.params is None else target.params["embed"].dtype
@@ -348,41 +355,67 @@ def save_drafter(
     *,
     layout: FileLayout = "ours",
     depth: int = 5,
+    verifier: str | None = None,
     beside: Mapping[str, bytes | None] | None = None,
 ) -> Path:
-    """Writes a drafter under its authors' tensor names, with a config.json of the given layout.
+    """Writes a drafter with the tensor names and the config.json of the given layout.
 
-    `depth` is the depth of the drafter's default chain; `beside` maps names of other files to their
-    content, None to delete a file. Creating a folder is atomic; in an existing folder the drafter's
+    `depth` is the depth of the drafter's default chain; `verifier` is the target's name in
+    config.json, by default that of its folder; `beside` maps names of other files to their content,
+    None to delete a file. Creating a folder is atomic; in an existing folder the drafter's
     files are replaced (`files.replace`). Raises InputError if the layout cannot express the config.
     """
     folder = place(folder)
-    kind = DRAFTERS[method]
-    config = kind.write_config(cfg, target.config, layout)
+    verifier = verifier or model_folder.public_name(target.folder)
+    config, table, constants = _stored(method, cfg, target, layout, depth, verifier)
     config["torch_dtype"] = np.dtype(dtype).name
-    if layout in ("ours", "speculators"):
-        config["speculators_model_type"] = method
-        config["speculators_config"] = _speculators_config(method, target, depth)
-    if layout == "speculators":
-        config.setdefault("draft_vocab_size", target.config.vocab_size)
-    if layout == "ours":
-        config |= {"method": method, "target": _fingerprint(target)}
     stale = [client_files.FILE, *(beside or {})]
     with replacing(folder, stale=stale) as fresh:
         whole_files.write_json(fresh / "config.json", config)
-        constants = kind.constants(cfg, target.config)
-        write_params(fresh, kind.table(cfg, target.config), params, dtype, constants)
+        write_params(fresh, table, params, dtype, constants)
         _write_beside(fresh, beside)
     return folder
 
 
-def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: LoadedDrafter) -> Path:
+def _stored(
+    method: str, cfg: Any, target: Target, layout: FileLayout, depth: int, verifier: str
+) -> StoredDrafter:
+    """Returns the files of a drafter in a layout; raises InputError as `save_drafter`."""
+    kind = DRAFTERS[method]
+    if layout == "speculators":
+        if kind.speculators is None:
+            raise InputError(
+                f"the speculators library has no drafters of kind {method}; choose another layout"
+            )
+        stored = kind.speculators(cfg, target.config)
+        stored.config.update(
+            speculators_model_type=method,
+            speculators_version=SPECULATORS_VERSION,
+            speculators_config=_speculators_config(method, target, depth, verifier),
+        )
+        return stored
+    config = kind.write_config(cfg, target.config, layout)
+    if layout == "ours":
+        config |= {"method": method, "num_speculative_tokens": depth - 1}
+        config["target"] = _verifier(target, verifier) | _fingerprint(target)
+    table, constants = kind.table(cfg, target.config), kind.constants(cfg, target.config)
+    return StoredDrafter(config, table, constants)
+
+
+def save_for_client(
+    folder: str | os.PathLike[str],
+    target: Target,
+    drafter: LoadedDrafter,
+    *,
+    beside: Mapping[str, bytes | None] | None = None,
+) -> Path:
     """Writes the folders `target` and `draft` with only the tensors that a client reads.
 
     Tensors are copied as stored; each omitted tensor gets an entry in parts.json
     (files/client_files.py). Creating the folders is atomic; in existing folders the files of both
-    are replaced together (`files.replace`). A drafter without files has no folder. Raises
-    InputError for damaged files, and for a GGUF file.
+    are replaced together (`files.replace`). `beside` maps names of other files of `draft` to their
+    content. A drafter without files has no folder. Raises InputError for damaged files, and for a
+    GGUF file.
     """
     folder, kind = Path(folder), DRAFTERS[drafter.method]
     table = convert.target_table(target.config)
@@ -393,28 +426,39 @@ def save_for_client(folder: str | os.PathLike[str], target: Target, drafter: Loa
         )
     places, _ = _borrowed(target, functions_of(drafter, target.config).shared_params)
     used = {path: table[path] for path in places}
-    _open_target(target, used)
-    with replacing(folder, client_files.MARK, client_files.PAIR, client_files.STALE) as fresh:
+    if _open_target(target, used).scales.keys() & convert.stored_shapes(used):
+        raise InputError(
+            f"{target.folder}: a client's part with quantized matrices is not written; use the "
+            "unquantized model"
+        )
+    stale = (*client_files.STALE, *(f"draft/{name}" for name in beside or {}))
+    with replacing(folder, client_files.MARK, client_files.PAIR, stale) as fresh:
         client_files.copy(target.folder, fresh / "target", list(convert.stored_shapes(used)))
         if not drafter.folder.is_dir():
             return folder
         held = model_folder.open_tensors(drafter.folder).shapes
         constants = kind.constants(drafter.config, target.config)
         names = convert.stored_shapes(_clients_table(drafter.method, drafter.config, target))
-        constants = [name for name in constants if name in held]
-        client_files.copy(drafter.folder, fresh / "draft", [*names, *constants])
+        wanted = {*names, *constants}
+        official = official_names({**held, **client_files.left_out(drafter.folder)})
+        kept = [name for name in held if official[name] in wanted]
+        client_files.copy(drafter.folder, fresh / "draft", kept)
+        _write_beside(fresh / "draft", beside)
     return folder
 
 
 def _check(
     reader: tensor_reader.TensorReader,
     folder: Path,
+    rest: Collection[str],
     table: convert.Table,
     used: convert.Table,
     extras: Iterable[str],
 ) -> None:
-    """Raises InputError unless a folder has the tensors of `table`; unused ones may be absent."""
-    rest = client_files.left_out(folder)
+    """Raises InputError unless a folder has the tensors of `table`; unused ones may be absent.
+
+    `rest` are the names of tensors that the folder leaves out on purpose.
+    """
     if absent := [name for name in convert.stored_shapes(used) if name in rest]:
         raise InputError(
             f"{folder} holds only a client's part of a model, without {absent[0]} and "
@@ -442,14 +486,17 @@ def _open_target(target: Target, used: convert.Table) -> tensor_reader.TensorRea
 
     Raises InputError for missing and unexpected tensors, and for second copies that differ.
     """
-    reader, cfg = _open(target.folder), target.config
+    path, cfg = target.folder / "config.json", target.config
+    config = whole_files.read_json(path)
+    with _reading(path):
+        reader = prequantized.reader_of(_open(target.folder), config, path)
     tied = [copies.HEAD] if cfg.tie_word_embeddings else []
-    extras = [*tied, *copies.rotary_tables(reader.shapes)]
-    _check(reader, target.folder, convert.target_table(cfg), used, extras)
-    with _reading(target.folder / "config.json"):
+    extras = [*tied, *reader.scales.values(), *copies.rotary_tables(reader.shapes)]
+    rest = client_files.left_out(target.folder)
+    _check(reader, target.folder, rest, convert.target_table(cfg), used, extras)
+    with _reading(path):
         copies.check_rotary(reader.shapes, reader.read, cfg.block)
-    stated = whole_files.read_json(target.folder / "config.json").get("tie_word_embeddings")
-    if stated and not cfg.tie_word_embeddings:
+    if config.get("tie_word_embeddings") and not cfg.tie_word_embeddings:
         logging.getLogger(__name__).warning(
             "%s: %s differs from %s, and both are used although config.json has "
             "tie_word_embeddings true; set it to false, since other software drops the head",
@@ -482,11 +529,31 @@ def _describe(folder: Path) -> Target:
     path = folder / "config.json"
     config = whole_files.read_json(path)
     with _reading(path):
-        cfg = target_config_from_hf(config, str(path))
+        prequantized.scheme_of(config, str(path))
+        wide = {key: value for key, value in config.items() if key not in prequantized.KEYS}
+        cfg = target_config_from_hf(wide, str(path))
     if cfg.tie_word_embeddings and model_folder.has_tensors(folder):
         reader = model_folder.open_tensors(folder)
         cfg = copies.with_own_head(cfg, reader.shapes, reader.read)
-    return Target(cfg, None, folder, *_special_ids(folder, cfg.vocab_size, config))
+    ids, notices = _special_ids(folder, cfg.vocab_size, (config.get("text_config") or {}) | config)
+    return Target(cfg, None, folder, ids, (*_notices(folder, cfg, config), *notices))
+
+
+def _notices(folder: Path, cfg: TargetConfig, config: dict[str, Any]) -> Iterator[str]:
+    """Yields what is not read of a model, and what other software computes otherwise."""
+    if towers := towers_of(config):
+        yield f"{folder}: {', '.join(towers)}: only the text model is read, without images or sound"
+    if chunks := config.get("dual_chunk_attention_config"):
+        yield (
+            f"{folder}: dual_chunk_attention_config is not computed, as in transformers: beyond "
+            f"{chunks.get('original_max_position_embeddings')} tokens vLLM computes otherwise"
+        )
+    scaling = cfg.block.rope_scaling
+    if scaling is not None and scaling.rope_type == "dynamic":
+        yield (
+            f"{folder}: dynamic RoPE scaling uses the frequencies of {cfg.max_position_embeddings} "
+            "tokens at every length, as vLLM does; those of transformers change with the length"
+        )
 
 
 @contextlib.contextmanager
@@ -613,29 +680,34 @@ def _check_target(config: Mapping[str, Any], folder: Path, target: Target) -> No
         token_ids.notice_unknown(folder)
 
 
-def _speculators_config(method: str, target: Target, depth: int) -> dict[str, Any]:
+def _speculators_config(method: str, target: Target, depth: int, verifier: str) -> dict[str, Any]:
     """Returns the block by which the speculators library and vLLM pair a drafter and a target."""
-    greedy = {"proposal_type": "greedy", "speculative_tokens": depth - 1}
+    greedy = {"proposal_type": "greedy", "speculative_tokens": max(1, depth - 1)}
     return {
         "algorithm": method,
         "proposal_methods": [greedy | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
         "default_proposal_method": "greedy",
-        "verifier": {
-            "name_or_path": model_folder.public_name(target.folder),
-            "architectures": target_config_to_hf(target.config)["architectures"],
-        },
+        "verifier": _verifier(target, verifier),
     }
 
 
+def _verifier(target: Target, name: str) -> dict[str, Any]:
+    return {"name_or_path": name, "architectures": [ARCHITECTURES[target.config.family]]}
+
+
 def _check_verifier(config: dict[str, Any], target: Target) -> None:
-    """Raises InputError if the speculators block states another architecture of the target."""
-    verifier = config.get("speculators_config", {}).get("verifier") or {}
-    stated, actual = verifier.get("architectures"), ARCHITECTURES[target.config.family]
-    if stated and actual not in stated:
+    """Raises InputError if a drafter's files state another architecture of the target."""
+    verifier = (
+        (config.get("speculators_config") or {}).get("verifier") or config.get("target") or {}
+    )
+    stated, family = verifier.get("architectures"), target.config.family
+    actual, wrappers = ARCHITECTURES[family], map(WRAPPERS.get, FAMILIES[family].wrappers)
+    if stated and not {actual, *wrappers} & {*stated}:
         raise mispaired("the architecture of the verifier", ", ".join(stated), actual)
 
 
 def _depth_of(config: dict[str, Any]) -> int | None:
-    methods = config.get("speculators_config", {}).get("proposal_methods") or [{}]
-    tokens = methods[0].get("speculative_tokens")
+    """Returns the default depth that a drafter's files state; our early files use both keys."""
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    tokens = config.get("num_speculative_tokens", methods[0].get("speculative_tokens"))
     return None if tokens is None else DraftShape(tokens + 1).depth

@@ -62,6 +62,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -slow[item.path])
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Returns a scheduler of whole files that gives one worker all files of tests/engine.
+
+    These files share compiled programs.
+    """
+    from xdist.scheduler import LoadFileScheduling  # absent if the plugin is off
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope = super()._split_scope(nodeid)
+            return "tests/engine" if scope.startswith("tests/engine/") else scope
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_collection_finish() -> None:
     """Excludes imported objects from garbage collection, and collects less often.
 

@@ -117,10 +117,7 @@ def untrained(target: Target, method: str, config: Any, seed: int = 1) -> Loaded
 
 
 def assert_drafting_equals_training(
-    target: Target,
-    drafter: LoadedDrafter,
-    prompts: Sequence[Sequence[int]] = PROMPTS,
-    depth: int = 5,
+    target: Target, drafter: LoadedDrafter, prompts: Sequence[list[int]] = PROMPTS, depth: int = 5
 ) -> None:
     """Asserts that a chain drafted with caches has the logits of one pass over the whole text.
 
@@ -163,10 +160,8 @@ def assert_drafting_equals_training(
         batch = batch_of(tokens_BT, np.ones((B, T)), np.ones((B, T)))
         tapped = tap(target.config, functions, target.params, batch, jnp.float32)
         known_BT = jnp.arange(T) < length_B[:, None]
-        feature_BTD = functions.teacher_forced(
-            drafter.params, shared, batch, tapped, known_BT, depth
-        )
-        return functions.head(drafter.params, shared, feature_BTD)
+        given = (drafter.params, shared, batch, tapped, known_BT, depth)
+        return functions.head(drafter.params, shared, functions.teacher_forced(*given))
 
     drafted_BN, logits_BNV, alone_BJV = drafted(tokens_BT)
     if alone_BJV is not None:
@@ -189,36 +184,18 @@ def _alone(functions, params, shared, cache, root_B, length_B, count: int):
     return jnp.stack(found, axis=1)
 
 
-def assert_changes_nothing(
-    target: Target,
-    drafter: LoadedDrafter,
-    shapes: Sequence[DraftShape] = (CHAIN, TREE),
-    prompts: Sequence[Sequence[int]] = PROMPTS,
-) -> list[list[float]]:
-    """Asserts that uneven rows, one greedy and two sampled, equal plain decoding; returns taus."""
-    expected, taus = _plain_texts(target, tuple(map(tuple, prompts))), []
-    for shape in shapes:
-        found = Session(target, drafter, shape).generate(prompts, NUM_NEW, NO_STOP, LAWS)
-        assert tuple(tuple(row.token_ids) for row in found) == expected
-        taus.append([row.tau for row in found])
-    return taus
-
-
-_PLAIN: dict[Any, Any] = {}  # plain decoding's texts, by the target's folder and the prompts
-
-
-def _plain_texts(target: Target, prompts: tuple[tuple[int, ...], ...]) -> Any:
-    key = (target.folder, prompts)
-    if key not in _PLAIN:
-        found = Session(target).generate(prompts, NUM_NEW, NO_STOP, LAWS)
-        _PLAIN[key] = tuple(tuple(row.token_ids) for row in found)
-    return _PLAIN[key]
+def assert_changes_nothing(target: Target, drafter: LoadedDrafter) -> None:
+    """Asserts that uneven rows of a chain, one greedy and two sampled, equal plain decoding."""
+    plain, drafted = (
+        session.generate(PROMPTS, NUM_NEW, NO_STOP, LAWS)
+        for session in (Session(target), Session(target, drafter, CHAIN))
+    )
+    assert [row.token_ids for row in drafted] == [row.token_ids for row in plain]
 
 
 def assert_training_makes_a_drafter(folder: Path, scratch: Path, config: Any) -> None:
     """Trains a drafter for a dozen updates: the loss falls, and its files decode."""
-    settings = dataclasses.replace(distill_config(scratch, folder), drafter=config)
-    distill.distill(settings)
+    distill.distill(dataclasses.replace(distill_config(scratch, folder), drafter=config))
     first, *_, last = metrics(scratch, "train")
     assert last["loss"] < first["loss"] and last["kl"] < 0.97 * first["kl"]
     target = load_target(folder, jnp.float32)

@@ -18,21 +18,12 @@ from tests.model_folders import save_random_pair
 from tests.oracle import random_pair
 
 NO_STOP: list[int] = []  # stop ids: none
-CASES = [
-    ("qwen3", 1),
-    pytest.param(("llama", 0), marks=pytest.mark.slow),  # as the recorded and bundled pairs
-    pytest.param(("llama", 3), marks=pytest.mark.slow),
-    pytest.param(("llama31", 3), marks=pytest.mark.slow),
-    pytest.param(("qwen2", 1), marks=pytest.mark.slow),
-]
 
 
 class Pair:
     """Both sessions of a pair on disk, and the torch model if it exists."""
 
-    def __init__(
-        self, folder: Path, num_reused: int | None, model=None, method: str | None = None
-    ) -> None:
+    def __init__(self, folder: Path, num_reused: int | None, model=None, method=None) -> None:
         self.model = model
         self.target = load_target(folder / "target", jnp.float32)
         self.drafter = load_drafter(
@@ -47,22 +38,14 @@ class Pair:
         return Session(self.target, self.drafter, shape)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-n{p[1]}")
-def pair(request, tmp_path_factory) -> Pair:
-    """Returns a random pair; some of its drafts are accepted."""
-    return random_pair_of(*request.param, tmp_path_factory.mktemp("pair"))
-
-
-def random_pair_of(family: str, num_reused: int, folder: Path) -> Pair:
+def random_pair_of(num_reused: int, folder: Path) -> Pair:
     """Saves a random pair with at least two layers that the drafter does not reuse.
 
     Programs are traced and compiled layer by layer, which takes most of a test's time.
     """
-    calm = 0.5 if family == "qwen2" else 0.2
     sizes = dict(num_hidden_layers=max(3, num_reused + 2))
-    config, model = random_pair.random_target(family, 21, calm, **sizes)
-    sizes = random_pair.draft_sizes(config, num_reused)
-    draft = random_pair.random_drafter(config, sizes, 22, calm)
+    config, model = random_pair.random_target("llama", 21, 0.2, **sizes)
+    draft = random_pair.random_drafter(config, random_pair.draft_sizes(config, num_reused), 22, 0.2)
     random_pair.save_pair(folder / "target", folder / "draft", model, draft)
     return Pair(folder, num_reused, model)
 
@@ -71,8 +54,7 @@ def random_pair_of(family: str, num_reused: int, folder: Path) -> Pair:
 def simple_pair(tmp_path_factory) -> Pair:
     """Returns a random pair for tests that run with any pair."""
     folder = tmp_path_factory.mktemp("simple")
-    save_random_pair(folder, "llama", seed=21, num_hidden_layers=2)
-    return Pair(folder, 0)
+    return Pair(folder, 0, save_random_pair(folder, "llama", seed=21, num_hidden_layers=2))
 
 
 PROMPTS = [[5, 17, 60, 33, 9, 71, 12], [80, 3, 44], [7]]

@@ -10,10 +10,15 @@ PLAIN = Sampling(temperature=1.0)
 
 
 def probs_by_definition(
-    logits_V, seen: set[int], row: Sampling, answer: Sequence[int] = ()
+    logits_V, seen: set[int], row: Sampling, answer: Sequence[int] = (), stops: Sequence[int] = ()
 ) -> np.ndarray:
     """Returns the next token's probabilities in float64; `answer` has the new tokens so far."""
     logits = np.array(logits_V, np.float64)
+    for *before, token in row.bad_words:
+        if [*answer][max(len(answer) - len(before), 0) :] == before:
+            logits[token] = -np.inf
+    if len(answer) < row.min_tokens:
+        logits[list(stops)] = -np.inf
     for token, bias in row.logit_bias:
         logits[token] += bias
     for token in seen:

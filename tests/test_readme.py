@@ -1,7 +1,5 @@
 """The pages are correct: their code, commands, paths and links."""
 
-# ruff: noqa: F811 (an imported fixture is an argument too)
-
 import dataclasses
 import functools
 import importlib
@@ -15,15 +13,11 @@ import pytest
 
 from infer.info import ROOT
 from moa_jax import config
-from moa_jax.config import DistillConfig, DraftShape
+from moa_jax.config import DistillConfig
 from moa_jax.drafters import DRAFTERS
-from tests.drafting import (
-    assert_changes_nothing,
-    assert_drafting_equals_training,
-    calm_target,  # noqa: F401
-    untrained,
-)
+from tests import drafting
 
+calm_target = drafting.calm_target  # a fixture
 README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "BENCHMARKS.md"))]
 PAGES += sorted(
@@ -135,6 +129,6 @@ def last_token(monkeypatch):
 
 @pytest.mark.slow
 def test_the_drafter_in_60_lines_drafts(last_token, calm_target):
-    drafter = untrained(calm_target, "last-token", last_token)
-    assert_drafting_equals_training(calm_target, drafter)
-    assert_changes_nothing(calm_target, drafter, [DraftShape(4)])
+    drafter = drafting.untrained(calm_target, "last-token", last_token)
+    drafting.assert_drafting_equals_training(calm_target, drafter)
+    drafting.assert_changes_nothing(calm_target, drafter)

@@ -10,20 +10,22 @@ import pytest
 from infer.info import ROOT
 from tests.meeting import free_port
 
+SHORT = "--max-prompt 200 --max-new-tokens 48"
+
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_lead_from_prompts_to_an_answer(tmp_path):
-    """The test uses fewer conversations and tokens than the page; it needs curl and bash."""
+def test_the_commands_of_the_page_lead_from_prompts_to_an_answer(small_target, tmp_path):
+    """The test uses a smaller target and smaller batches than the page; it needs curl and bash."""
     page = (ROOT / "train" / "your_model.md").read_text()
     script, _ = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     for ours, theirs in {
         "RUN=runs/mine": f"RUN={tmp_path}",
         "PORT=8000": f"PORT={free_port()}",
+        "TARGET=moa_jax/demo/target": f"TARGET={small_target}",
         "$PWD/.venv/bin": sys.exec_prefix + "/bin",
-        "head -n 32": "head -n 16",
-        "tail -n 8": "tail -n 4",
-        "--output $RUN/answers.jsonl": "--output $RUN/answers.jsonl --max-new-tokens 48",
-        "--output $RUN/validation.jsonl": "--output $RUN/validation.jsonl --max-new-tokens 48",
+        "--config configs/tiny.py": "--config configs/tiny.py --data.rows_per_batch 2",
+        "--output $RUN/answers.jsonl": f"--output $RUN/answers.jsonl {SHORT}",
+        "--output $RUN/validation.jsonl": f"--output $RUN/validation.jsonl {SHORT}",
         "--output $RUN/evaluation": "--output $RUN/evaluation --modes chain --max-new-tokens 32",
     }.items():
         assert script.count(ours) == 1, ours

@@ -5,14 +5,18 @@
         --optim.accumulate 1
 
 Alternates the step of train.distill (mesh, chunks) with a plain step (one device, no mesh, no
-chunks), which --no-plain leaves out. Speeds are medians over steps; model FLOPs exclude
-recomputation. Dotted flags override settings of the config file. No files are written.
+chunks), which --no-plain leaves out. --cached-target DTYPE takes random activations in place of
+the target's pass, as with a target cache that is read in no time. With this flag or a draft
+vocabulary, a further step, `whole`, has the pass and the whole vocabulary. Speeds are medians over
+steps; model FLOPs exclude recomputation. Dotted flags override settings of the config file. No
+files are written.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -26,17 +30,19 @@ from jax.sharding import Mesh
 from infer.bench.tables import number, table_of
 from infer.cli.program import positive, run
 from moa_jax.config import DistillConfig, MeshConfig, TargetConfig
-from moa_jax.data.batch import Batch
+from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.files.json_text import to_json
 from moa_jax.measure.turns import in_turns
 from moa_jax.model import sharding
 from moa_jax.model.layers import INIT_STDDEV
 from moa_jax.runtime.precision import matmul_precision
 from moa_jax.training.distillation import abstract_frozen, make_train_step
-from moa_jax.training.flops import model_flops_per_token
+from moa_jax.training.flops import abstract_parts, model_flops_per_token
 from moa_jax.training.metrics import peak_flops
 from train.plan import plain, with_shapes
 from train.run.settings import config_parser, parse_config
+
+MEGA = 1e6
 
 
 class Runner(NamedTuple):
@@ -46,26 +52,35 @@ class Runner(NamedTuple):
     step: Callable[[], float]  # runs one update and returns its seconds
     compile_s: float
     temp_bytes: int
+    flops_per_token: float
 
 
 def main(arguments: list[str] | None = None) -> None:
     config, args = parse_config(_parser(), DistillConfig, arguments)
     config, target_cfg = with_shapes(config)
     mesh = sharding.make_mesh(config.mesh, jax.devices())
-    runners = [_runner("distill", config, target_cfg, mesh)]
+    cached = args.cached_target
+    runners = [_runner("distill", config, target_cfg, mesh, cached)]
+    if cached is not None or config.draft_vocabulary is not None:
+        whole = dataclasses.replace(config, draft_vocabulary=None)
+        runners.append(_runner("whole", whole, target_cfg, mesh))
     if not args.no_plain:
-        runners.append(_runner("plain", plain(config), target_cfg, None))
+        runners.append(_runner("plain", plain(config), target_cfg, None, cached))
     seconds: dict[str, list[float]] = {runner.name: [] for runner in runners}
     for turn in in_turns(len(runners), 1, repeats=args.steps):
         spent = runners[turn.way].step()
         if turn.is_counted:
             seconds[runners[turn.way].name].append(spent)
-    report = _report(config, target_cfg, runners, seconds)
+    report = _report(config, runners, seconds)
     print(to_json(report, indent=2) if args.json else render(report))
 
 
 def _runner(
-    name: str, config: DistillConfig, target_cfg: TargetConfig, mesh: Mesh | None
+    name: str,
+    config: DistillConfig,
+    target_cfg: TargetConfig,
+    mesh: Mesh | None,
+    cached: str | None = None,
 ) -> Runner:
     """Compiles the step on `mesh`, or on the first device if `mesh` is None."""
     alone = mesh is None
@@ -75,12 +90,13 @@ def _runner(
     if not alone:
         frozen_at, places = program.frozen_sharding, program.state_sharding
         out = (places, None)
-    batch = _batch(config, target_cfg)
+    batch = _batch(config, target_cfg, cached)
     with contextlib.nullcontext() if alone else jax.set_mesh(mesh):
-        frozen = jax.jit(lambda: _random(target_cfg, config.run.dtype), out_shardings=frozen_at)()
+        shapes = abstract_frozen(target_cfg, jnp.dtype(config.run.dtype))
+        frozen = jax.jit(lambda: _random(shapes), out_shardings=frozen_at)()
         held = [jax.jit(program.init, out_shardings=places)(jax.random.key(0))]
         if not alone:
-            part_of = lambda rows: Batch(*(array[rows] for array in batch))
+            part_of = lambda rows, whole=batch: jax.tree.map(lambda array: array[rows], whole)
             size = (config.data.rows_per_batch,)
             batch = sharding.place_rows(part_of, program.rows_sharding, size)
         begin = time.perf_counter()
@@ -95,12 +111,13 @@ def _runner(
         jax.block_until_ready((held[0], metrics))
         return time.perf_counter() - begin
 
-    return Runner(name, step, compile_s, update.memory_analysis().temp_size_in_bytes)
+    flops = model_flops_per_token(config, target_cfg, cached is not None)
+    return Runner(name, step, compile_s, update.memory_analysis().temp_size_in_bytes, flops)
 
 
-def _random(target_cfg: TargetConfig, dtype: str) -> Any:
-    """Random weights of a target, with stacked layers."""
-    leaves, tree = jax.tree.flatten(abstract_frozen(target_cfg, jnp.dtype(dtype)))
+def _random(shapes: Any) -> Any:
+    """Random arrays of these shapes."""
+    leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     drawn = [
         (INIT_STDDEV * jax.random.normal(key, leaf.shape, leaf.dtype)).astype(leaf.dtype)
@@ -109,35 +126,44 @@ def _random(target_cfg: TargetConfig, dtype: str) -> Any:
     return jax.tree.unflatten(tree, drawn)
 
 
-def _batch(config: DistillConfig, target_cfg: TargetConfig) -> Batch:
-    """Full rows of random tokens; the first quarter of every row is a prompt."""
+def _batch(
+    config: DistillConfig, target_cfg: TargetConfig, cached: str | None
+) -> Batch | TappedBatch:
+    """Full rows of random tokens and, with a dtype as `cached`, random activations of the target.
+
+    The first quarter of every row is a prompt.
+    """
     rows, length = config.data.rows_per_batch, config.data.row_length
     tokens_BT = np.random.default_rng(0).integers(0, target_cfg.vocab_size, (rows, length))
     position_BT = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
     ones_BT = np.ones((rows, length), np.int32)
-    return Batch(tokens_BT.astype(np.int32), ones_BT, position_BT, position_BT >= length // 4)
+    batch = Batch(tokens_BT.astype(np.int32), ones_BT, position_BT, position_BT >= length // 4)
+    if cached is None:
+        return batch
+    shapes = abstract_parts(config, target_cfg, batch, jnp.dtype(cached))
+    parts = jax.jit(lambda: _random(shapes))()
+    return TappedBatch(*batch, jax.device_get(parts))
 
 
 def _report(
     config: DistillConfig,
-    target_cfg: TargetConfig,
     runners: list[Runner],
     seconds: dict[str, list[float]],
 ) -> dict[str, Any]:
     tokens = config.data.rows_per_batch * config.data.row_length
-    per_token = model_flops_per_token(config, target_cfg)
     device = jax.devices()[0]
     peak = peak_flops(device.device_kind)
     modes = []
     for runner in runners:
         middle = statistics.median(seconds[runner.name])
-        used = jax.device_count() if runner.name == "distill" else 1
-        rate = per_token * tokens / middle
+        used = 1 if runner.name == "plain" else jax.device_count()
+        rate = runner.flops_per_token * tokens / middle
         modes.append(
             {
                 "mode": runner.name,
                 "step_s": middle,
                 "tokens_per_s": tokens / middle,
+                "model_flops_per_token": runner.flops_per_token,
                 "model_flops_per_s": rate,
                 "mfu": rate / (peak * used) if peak else None,
                 "temp_bytes": runner.temp_bytes,
@@ -150,10 +176,9 @@ def _report(
         "devices": jax.device_count(),
         "rows": config.data.rows_per_batch,
         "row_length": config.data.row_length,
-        "model_flops_per_token": per_token,
         "peak_bytes": stats.get("peak_bytes_in_use"),
         "modes": modes,
-        "of_plain": modes[0]["tokens_per_s"] / modes[1]["tokens_per_s"] if modes[1:] else None,
+        "gain": {m["mode"]: modes[0]["tokens_per_s"] / m["tokens_per_s"] for m in modes[1:]},
     }
 
 
@@ -165,6 +190,7 @@ def render(report: dict[str, Any]) -> str:
             "step": mode["mode"],
             "s": number(mode["step_s"], 3),
             "tokens/s": number(mode["tokens_per_s"], 0),
+            "MFLOP/token": number(mode["model_flops_per_token"] / MEGA, 0),
             "MFU": "-" if mode["mfu"] is None else f"{mode['mfu']:.1%}",
             "temporary": f"{mode['temp_bytes'] / 2**20:.0f} MiB",
             "compile s": number(mode["compile_s"], 1),
@@ -172,8 +198,8 @@ def render(report: dict[str, Any]) -> str:
         for mode in report["modes"]
     ]
     parts = [f"{head} tokens a step", table_of(rows)]
-    if report["of_plain"]:
-        parts.append(f"tokens/s over those of the plain step: {report['of_plain']:.2f}")
+    for name, gain in report["gain"].items():
+        parts.append(f"tokens/s over those of the {name} step: {gain:.2f}")
     if report["peak_bytes"]:
         parts.append(f"peak memory {report['peak_bytes'] / 2**30:.1f} GiB")
     return "\n\n".join(parts)
@@ -184,6 +210,11 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("measurement")
     group.add_argument("--steps", type=positive, default=10, help="timed steps of each")
     group.add_argument("--no-plain", action="store_true", help="leave the plain step out")
+    group.add_argument(
+        "--cached-target",
+        choices=("float32", "bfloat16"),
+        help="as if the target's activations were stored in this dtype",
+    )
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser
 

@@ -51,10 +51,11 @@ from moa_jax.training.update import Params, TrainState
 from moa_jax.version import __version__
 from train.run import output, target_cache
 from train.run.decoding import make_decode, prompts_to_decode, with_decode_prompts
-from train.run.draft_vocabulary import frequent_in
+from train.run.draft_vocabulary import facts_of_vocabulary, frequent_in
 from train.run.loop import Figures, TrainJob, check, fit
 from train.run.settings import config_parser, parse_config
 from train.run.start import check_data, layout, working_on
+from train.run.stop import StopRequest
 from train.run.target_cache import CacheFlags, ReadParts, build_cache, open_cache
 from train.run.warm_start import start_hash, warm_params
 
@@ -70,6 +71,13 @@ def distill(
     use, of another run or not shared, an output that another run wrote, and for processes that
     differ.
     """
+    with StopRequest() as stop:
+        return _distill(config, flags, overwrite, stop)
+
+
+def _distill(
+    config: DistillConfig, flags: CacheFlags | None, overwrite: bool, stop: StopRequest
+) -> bool:
     multihost.check_same(common(config), "settings")
     mesh = sharding.make_mesh(config.mesh, jax.devices())
     described = describe_target(config.target)
@@ -95,6 +103,10 @@ def distill(
         train, report = load("train")
     if multihost.is_first():
         print(f"data: {report}\nvalidation: {validation_report}", file=sys.stderr)
+    vocabulary = None
+    if config.draft_vocabulary is not None:
+        vocabulary = frequent_in(train, config.draft_vocabulary, described)
+        program = make_train_step(config, described.config, mesh, draft_ids=vocabulary.ids_U)
     with working_on("comparing the processes: target, data and settings"):
         facts = _facts(config, described, tokenizer, train, validation)
         if facts:  # several processes
@@ -108,17 +120,16 @@ def distill(
         target = load_target(config.target, dtype, layers="stacked", sharding=program.frozen_at)
     with jax.set_mesh(mesh):
         kept = cache and build_cache(cache, flags, config, target, train, mesh)
-        decode = make_decode(config, target, prompts, mesh) if prompts else None
+        decode = make_decode(config, target, prompts, mesh, vocabulary) if prompts else None
         data, rest = (train, validation), {"kept": kept, "warm": warm, "decode": decode}
+        rest["vocabulary"] = vocabulary
         rest["layout"] = layout(mesh.devices.flat, mesh, program.target_place)
-        params = fit(_job(config, program, target, *data, **rest), target.params)
+        params = fit(_job(config, program, target, *data, **rest), target.params, stop)
         if params is None:  # a signal stopped the run
             return False
         params = multihost.gathered(params)
     if multihost.is_first():
-        size = config.draft_vocabulary
         with working_on("writing the drafter"):
-            vocabulary = None if size is None else frequent_in(train, size, target)
             save(config, params, target, vocabulary, config.optim.total_steps)
     return True
 
@@ -198,6 +209,7 @@ def _job(
     kept: ReadParts | None,
     warm: Params | None,
     decode: Callable[[Params], Figures] | None,
+    vocabulary: DraftVocabulary | None,
     layout: str,
 ) -> TrainJob:
     key = jax.random.key(config.run.seed)
@@ -215,7 +227,7 @@ def _job(
         update=jax.jit(program.update, donate_argnums=0, out_shardings=shardings),
         batch=_placed(program, train, kept),
         evaluate=_evaluation(config, program, validation),
-        data=batches.facts_of(train),
+        data=batches.facts_of(train) | facts_of_vocabulary(vocabulary),
         decode=decode,
         flops_per_token=model_flops_per_token(config, target.config, cached=kept is not None),
         steps_per_epoch=len(train),

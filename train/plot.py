@@ -1,9 +1,9 @@
 """Plots curves of training runs: `python -m train.plot runs/tiny runs/other`.
 
-Plots loss, KL to the target, `simulated_tau`, agreement by future position, learning rate and
-tokens per second over steps, from metrics.jsonl and speed.jsonl of every run, and `decoded_tau` for
-runs that decode prompts. Runs may be unfinished. The picture is `curves.png` in the first run's
-folder, or the file of --output.
+Plots loss, KL to the target, `simulated_tau`, agreement by future position, learning rate, tokens
+per second, model FLOP utilisation and goodput over steps, from metrics.jsonl and speed.jsonl of
+every run, and `decoded_tau` for runs that decode prompts. Runs may be unfinished. The picture is
+`curves.png` in the first run's folder, or the file of --output.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ PANELS = (
     ("agreement by position", (Curve("eval", "agreement", MARKED, "position"),)),
     ("learning rate", (Curve("train", "learning_rate", {}, ""),)),
     ("tokens/s", (Curve("speed", "tokens_per_s", MARKED, ""),)),
+    ("model FLOP utilisation", (Curve("speed", "mfu", MARKED, ""),)),
+    ("goodput", (Curve("speed", "goodput", MARKED, ""),)),
 )
 
 
@@ -60,8 +62,8 @@ def draw(runs: dict[str, list[Record]], path: Path) -> None:
     """Plots `runs` (records by run name) to `path`: one panel per figure, one colour per run."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 6.5), layout="constrained")
-    panels = figure.subplots(2, 3).flat
+    figure = Figure(figsize=(20, 6.5), layout="constrained")
+    panels = figure.subplots(2, 4).flat
     for panel, (title, curves) in zip(panels, PANELS, strict=True):
         for index, (run_name, records) in enumerate(runs.items()):
             for curve in curves:

@@ -33,6 +33,7 @@ from train.run import output
 from train.run.loop import TrainJob, check, fit
 from train.run.settings import config_parser, parse_config
 from train.run.start import check_data, layout, working_on
+from train.run.stop import StopRequest
 
 
 def pretrain(config: PretrainConfig, overwrite: bool = False) -> bool:
@@ -40,6 +41,11 @@ def pretrain(config: PretrainConfig, overwrite: bool = False) -> bool:
 
     With `overwrite` the target may replace that of another run.
     """
+    with StopRequest() as stop:
+        return _pretrain(config, overwrite, stop)
+
+
+def _pretrain(config: PretrainConfig, overwrite: bool, stop: StopRequest) -> bool:
     check(config)
     optim, tx, key = config.optim, optimizer(config.optim), jax.random.key(config.run.seed)
     start = lambda: init_state(llama.init(config.target, key), tx)
@@ -67,7 +73,7 @@ def pretrain(config: PretrainConfig, overwrite: bool = False) -> bool:
         steps_per_epoch=len(train),
         layout=layout(jax.devices()[:1]),
     )
-    params = fit(job, frozen=None)
+    params = fit(job, None, stop)
     if params is None:
         return False
     beside = output.record(config, config.optim.total_steps)

@@ -7,14 +7,15 @@
 
 The target's own answers replace every assistant turn after the first user turn; each answer follows
 the conversation so far, earlier regenerated answers included. A greeting before the first user turn
-stays, and records may hold user turns only. `messages` holds every answer as text, and `answers`
-holds its `prompt_ids`, `token_ids` and `finish_reason`; training uses these ids. An answer cut at
---max-new-tokens stays, with the `finish_reason` `length`, and is the last of its conversation. A
-conversation also ends before a prompt that is too long or an answer without text; a conversation
-without any answer is left out. The last lines count the conversations that are left out or end
-early. With --ignore-stop the first answer per conversation continues past its end, as in benchmarks
-of a fixed length, and only its ids are written. Answers are greedy, or sampled at --temperature; a
-sampled answer depends on --seed, its record and its turn alone.
+stays, and so do replies of tools and the turns that call them. Records may hold user turns only.
+`messages` holds every answer as text, and `answers` holds its `prompt_ids`, `token_ids` and
+`finish_reason`; training uses these ids. An answer cut at --max-new-tokens stays, with the
+`finish_reason` `length`, and is the last of its conversation. A conversation also ends before a
+prompt that is too long or an answer without text; a conversation without any answer is left out.
+The last lines count the conversations that are left out or end early. With --ignore-stop the first
+answer per conversation continues past its end, as in benchmarks of a fixed length, and only its ids
+are written. Answers are greedy, or sampled at --temperature; a sampled answer depends on --seed,
+its record and its turn alone.
 
 With --endpoint an OpenAI-compatible server answers, and only the tokenizer, the chat template and
 the config of --target are read. --api-key-file holds the server's key.
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import sys
 from collections import Counter
@@ -37,7 +39,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from infer.cli.flags.auto import costs_of
+from infer.cli.flags.auto import costs_of, folder
 from infer.cli.flags.mesh import add_mesh_flag
 from infer.cli.flags.pair import (
     BUNDLED,
@@ -49,7 +51,6 @@ from infer.cli.flags.pair import (
     target_options,
 )
 from infer.cli.flags.sampling import add_law_flags, seed
-from infer.cli.flags.vocabulary import default_of
 from infer.cli.program import (
     Parser,
     above_zero,
@@ -66,12 +67,15 @@ from moa_jax.data import sources
 from moa_jax.data.records import unread_keys
 from moa_jax.data.report import RecordTally, unread_lines
 from moa_jax.data.tokenizer import load_tokenizer
+from moa_jax.decode.draft_vocabulary import vocabulary_beside
 from moa_jax.decode.limits import CacheLimits
 from moa_jax.engine import Engine
 from moa_jax.errors import InputError
 from moa_jax.files.paths import check_folder, check_links
+from moa_jax.model.kernels import cpu
 from moa_jax.pretrained import Target, default_dtype, describe_target
 from moa_jax.speculation.controller import NO_DRAFT
+from moa_jax.speculation.cost_table import save_costs
 from train.run.answers import Answers, LocalAnswers
 from train.run.connection import EndpointClient, address_of
 from train.run.conversations import AnswerRules, Conversation, answer_all
@@ -90,7 +94,9 @@ Found = tuple[str, dict[str, Any] | InputError]  # place, as `FILE line N`, and 
 def regenerate(args: argparse.Namespace) -> None:
     """Answers all conversations of the shard, many at a time."""
     if args.target is None:
-        raise InputError("no --target; name the model that answers, or a --pair")
+        raise InputError(
+            "no --target; name the model that answers, or a --pair that is not bundled"
+        )
     _check_flags(args)
     output = args.output
     if args.shard is not None:
@@ -122,12 +128,12 @@ def regenerate(args: argparse.Namespace) -> None:
             "and answer again for exact tokens",
             file=sys.stderr,
         )
-    for line in _lines(records, left_out, short):
+    for line in _lines(records, left_out, short, tokenizer):
         print(line, file=sys.stderr)
 
 
 def _lines(
-    records: dict[int, Found], left_out: dict[int, str], short: dict[int, str]
+    records: dict[int, Found], left_out: dict[int, str], short: dict[int, str], tokenizer: Any
 ) -> Iterator[str]:
     """Lines that count faults by reason, with their first record, and keys that are not read."""
     for faults, verb in ((left_out, "left out"), (short, "end early")):
@@ -137,7 +143,7 @@ def _lines(
             tally.add(records[number][0], faults[number])
         yield from tally.lines("conversations", verb)
     read = (record for _, record in records.values() if not isinstance(record, InputError))
-    unread = Counter(key for record in read for key in unread_keys(record))
+    unread = Counter(key for record in read for key in unread_keys(record, tokenizer.chat_template))
     yield from unread_lines(unread, len(records))
 
 
@@ -190,21 +196,23 @@ def _check_lengths(args: argparse.Namespace, target: Target) -> None:
 @contextlib.contextmanager
 def _local(args: argparse.Namespace, rules: AnswerRules) -> Iterator[LocalAnswers]:
     """Answers of an engine on this machine, with a drafter if --draft is set."""
-    with stage("loading the target"):
+    layout = cpu.laid_out_for(args.batch or AT_ONCE)
+    with layout, stage("loading the target"):
         target, drafter = open_target(args.target, **target_options(args)), None
         if args.draft is not None:
-            folder = None if args.draft == BUNDLED else args.draft
-            drafter = open_drafter(folder, target, weights=args.weights)
-    vocabulary = drafter and default_of(target, drafter, args.weights)
-    engine = Engine(
-        target,
-        drafter,
-        ways=(NO_DRAFT,),  # used when faster than the drafter's own chain
-        costs=drafter and costs_of(target, drafter, vocabulary, args.weights),
-        vocabulary=vocabulary,
-        num_slots=args.batch or AT_ONCE,
-        max_tokens=args.max_prompt + args.max_new_tokens,
-    )
+            named = None if args.draft == BUNDLED else args.draft
+            drafter = open_drafter(named, target, weights=args.weights)
+        vocabulary = drafter and vocabulary_beside(target, drafter)
+        engine = Engine(
+            target,
+            drafter,
+            ways=(NO_DRAFT,),  # used when faster than the drafter's own chain
+            costs=drafter and costs_of(target, drafter, vocabulary, args.weights, program="engine"),
+            on_calibrated=functools.partial(save_costs, folder()),
+            vocabulary=vocabulary,
+            num_slots=args.batch or AT_ONCE,
+            max_tokens=args.max_prompt + args.max_new_tokens,
+        )
     stop_ids = () if args.ignore_stop else tuple(target.generation.eos_ids)
     with stage("starting the engine, which compiles its programs"):
         engine.start()

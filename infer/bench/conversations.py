@@ -17,9 +17,10 @@ from infer.bench.suites import PAPER, Question
 from infer.cli.program import names
 from moa_jax.data import chat
 from moa_jax.data import sources as sources_lib
-from moa_jax.data.records import messages_of
+from moa_jax.data.records import REASONING, read_record
 from moa_jax.data.report import RecordTally
 from moa_jax.errors import InputError
+from moa_jax.files.json_text import to_json
 
 SET = "conversations"
 
@@ -42,8 +43,14 @@ def questions_of(path: str, sources: Sequence[str], limit: int | None = None) ->
 
 
 def _question(record: dict[str, Any], number: int) -> Question:
-    """One user turn of a record, after its history; raises InputError without user turns."""
-    messages = messages_of(record)
+    """One user turn of a record, after its history.
+
+    Raises InputError without user turns, and for messages with more than a role and a text.
+    """
+    messages, _, template_kwargs = read_record(record)
+    fields = {name for message in messages for name in message}
+    if extra := sorted(fields & {"tool_calls", *REASONING}):
+        raise InputError(f"a message with {', '.join(extra)}; questions have roles and texts alone")
     turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
     if not turns:
         raise InputError("a record without a user message; give it one")
@@ -52,7 +59,8 @@ def _question(record: dict[str, Any], number: int) -> Question:
     name = str(record.get("source") or "none").rpartition("#")[2]
     # A group must not share its name with the row of all questions or with a set of the paper.
     group = f"#{name}" if name in (ALL, *PAPER) else name
-    return Question(SET, number, "", group, (asked["content"],), said)
+    kwargs = to_json(template_kwargs) if template_kwargs else ""
+    return Question(SET, number, "", group, (asked["content"],), said, kwargs)
 
 
 def prompts_of(
@@ -60,6 +68,6 @@ def prompts_of(
 ) -> Iterator[tuple[str, list[int]]]:
     """Source and prompt per conversation, if the prompt has at most `longest` tokens."""
     for question in questions_of(args.conversations, names(args.sources)):
-        prompt = chat.prompt_ids(tokenizer, question.messages())
+        prompt = chat.prompt_ids(tokenizer, question.messages(), question.kwargs())
         if len(prompt) <= longest:
             yield question.group, prompt

@@ -4,6 +4,7 @@
     python -m infer.bench --conversations data:chat/validation.jsonl --limit 30 --json
     python -m infer.bench --random-weights configs/moa_llama3_8b.py --simulate-acceptance 0.8
     python -m infer.bench --compare transformers
+    python -m infer.bench --compare vllm --peer-python ENV/bin/python --target T --draft EAGLE3
     python -m infer.bench --weights int8 --weights-cost data:chat/validation.jsonl
     python -m infer.bench --split --help      client and server over several networks instead
     python -m infer.bench --serve --help      infer.serve under load instead
@@ -18,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -30,17 +33,19 @@ from infer.bench.simulate import accept_with
 from infer.bench.statistics import Run, beside, summarise
 from infer.bench.traffic import copy_bandwidth
 from infer.cli.documents import CODES, until_cut
-from infer.cli.flags.auto import LENGTH, fill, fill_vocabularies
+from infer.cli.flags.auto import LENGTH, fill
 from infer.cli.flags.pair import kind_of, load_pair, open_session
 from infer.cli.flags.vocabulary import source_of, vocabulary_of
 from infer.cli.program import progress
 from infer.peers import run_peer
 from moa_jax import InputError, Session, load_target
 from moa_jax.decode.session import Result
+from moa_jax.drafters import DRAFTERS
 from moa_jax.files.json_text import to_json
+from moa_jax.files.tensor_reader import GGUF_INDEX
 from moa_jax.measure.turns import in_turns
 from moa_jax.model.sharding import mesh_of
-from moa_jax.pretrained import LoadedDrafter, Target
+from moa_jax.pretrained import LoadedDrafter, Target, save_drafter
 
 NO_STOP: list[int] = []
 COST_LIMIT = 100  # conversations of --weights-cost
@@ -70,7 +75,9 @@ def main(arguments: list[str] | None = None) -> int | None:
     target, drafter = inputs.random_pair(args) if args.random_weights else load_pair(args)
     bench = _bench(args, target, drafter)
     cost = {"weights_cost": weights_cost(target, args)} if args.weights_cost else {}
-    document = measure(bench, args) | cost
+    with tempfile.TemporaryDirectory() as scratch:
+        tasks = peer_tasks(bench, drafter, args, Path(scratch))
+        document = measure(bench, args, tasks) | cost
     print(to_json(document) if args.json else decode_tables.render(document))
     return CODES[document["cut"]["by"]] if "cut" in document else None
 
@@ -78,8 +85,6 @@ def main(arguments: list[str] | None = None) -> int | None:
 def _bench(args: argparse.Namespace, target: Target, drafter: LoadedDrafter | None) -> Bench:
     """Opens a session per mode; raises InputError for prompts that a session cannot decode."""
     modes = modes_of(args, drafter)
-    if args.draft_vocabulary is None and not args.random_weights:
-        fill_vocabularies(target, drafter, args.weights)
     rest = {"vocabulary": vocabulary_of(args, target, drafter), "cache_rows": args.cache_rows}
     chance = args.simulate_acceptance
     measured = []
@@ -96,7 +101,9 @@ def _bench(args: argparse.Namespace, target: Target, drafter: LoadedDrafter | No
     return Bench(measured, batches, args.max_new_tokens, stop_ids)
 
 
-def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    bench: Bench, args: argparse.Namespace, tasks: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """The document that --json prints; `modes` and `peers` hold one dictionary per row."""
     for each in bench.modes:
         if each.session.controller is not None:
@@ -117,7 +124,7 @@ def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
             row |= _phases(bench, each, row["prefill_ms"], bandwidth)
     return {
         "modes": rows,
-        "peers": _peers(bench, plain, args) if args.compare and not mark else [],
+        "peers": _peers(tasks, plain, args) if tasks and not mark else [],
         "settings": _settings(bench, args),
         "machine": _machine(bandwidth),
     } | mark
@@ -185,8 +192,15 @@ def weights_cost(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     return {"conversations": len(texts), **fidelity(stored, target, texts)._asdict()}
 
 
-def _peers(bench: Bench, plain: list[Run], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Figures of other software on the same prompts."""
+def peer_tasks(
+    bench: Bench, drafter: LoadedDrafter | None, args: argparse.Namespace, scratch: Path
+) -> list[dict[str, Any]]:
+    """The inputs of --compare's programs; the drafter is written to `scratch` for vLLM.
+
+    Raises InputError for a GGUF target and for a drafter of another kind than EAGLE-3.
+    """
+    if not args.compare:
+        return []
     target = bench.modes[0].session.target
     stop_ids = target.generation.eos_ids if bench.stop_ids is None else bench.stop_ids
     task = {
@@ -197,26 +211,62 @@ def _peers(bench: Bench, plain: list[Run], args: argparse.Namespace) -> list[dic
         "dtype": str(target.params["embed"].dtype),
         "repeats": args.repeats,
     }
-    found = run_peer(args.compare, task)
-    about = {key: found[key] for key in ("versions", "device", "threads")}
-    return [peer_row(peer, plain) | about for peer in found["peers"]]
+    if args.compare != "vllm":
+        return [task]
+    if (target.folder / GGUF_INDEX).is_file():
+        raise InputError(
+            f"--compare vllm: {target.folder.name} is a GGUF file; write a folder from it with "
+            "infer.convert --target FILE.gguf --output DIR"
+        )
+    tasks = [task | {"draft": None, "num_speculative_tokens": 0}]
+    depths = [each.mode.shape.depth for each in bench.modes if each.mode.name == "chain"]
+    for depth in filter(lambda depth: depth > 1, depths):  # depth 1 is plain decoding
+        if DRAFTERS[drafter.method].speculators is None:
+            raise InputError(
+                f"--compare vllm drafts by EAGLE-3 only, not by {drafter.method}; add --modes plain"
+            )
+        stored = (drafter.method, drafter.config, drafter.params, target, task["dtype"])
+        save_drafter(scratch / "draft", *stored, layout="speculators", depth=depth)
+        more = {"draft": str(scratch / "draft"), "num_speculative_tokens": depth - 1}
+        tasks.append(task | more)
+    return tasks
 
 
-def peer_row(peer: dict[str, Any], plain: Sequence[Run]) -> dict[str, Any]:
-    """Figures of other software; `plain_over_peer` > 1 means that our plain decoding is faster.
+def _peers(
+    tasks: Sequence[dict[str, Any]], plain: Sequence[Run], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Figures of other software on the same prompts, each beside the first program's answers."""
+    rows: list[dict[str, Any]] = []
+    first: list[Run] = []
+    for task in tasks:
+        found = run_peer(args.compare, task, python=args.peer_python)
+        about = {key: found[key] for key in ("versions", "device", "threads")}
+        for peer in found["peers"]:
+            runs = _runs_of(peer)
+            first = first or runs
+            same = {"same_as_first_peer": beside(runs, first)["same_as_plain"]}
+            rows.append(peer_row(peer, runs, plain) | same | about)
+    return rows
 
-    A peer reports only the number of passes and the sum of their tokens.
-    """
+
+def _runs_of(peer: dict[str, Any]) -> list[Run]:
+    """A peer's runs; a peer reports only the number of passes and the sum of their tokens."""
     runs = []
     for run in peer["runs"]:
         passes = run["passes"]
         lengths = [1] * (passes - 1) + [run["tokens"] - passes + 1] if passes else []
         result = Result([], run["token_ids"], "", lengths, 0.0, run["seconds"], [0] * passes)
         runs.append(Run(run["batch"], (result,)))
+    return runs
+
+
+def peer_row(peer: dict[str, Any], runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    """Figures of other software; `plain_over_peer` > 1 means that our plain decoding is faster."""
     figures = summarise(runs, 1) | beside(runs, plain)
     kept = ("tokens_per_s", "tokens_per_s_quartiles", "tau", "same_as_plain", "answers")
     ratio = {"plain_over_peer": beside(plain, runs)["speedup"]}
-    return {"peer": peer["peer"]} | {key: figures[key] for key in kept} | ratio
+    counted = {"acceptance_unconditional": peer.get("acceptance_unconditional") or None}
+    return {"peer": peer["peer"]} | {key: figures[key] for key in kept} | ratio | counted
 
 
 def _settings(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:

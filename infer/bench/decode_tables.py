@@ -60,6 +60,8 @@ PEERS: dict[str, TableColumn] = {
     "tau": "tau",
     "our plain is faster by": "plain_over_peer",
     "same as plain": _same,
+    "same as the first row": "same_as_first_peer",
+    "accepted by position, of drafts": "acceptance_unconditional",
 }
 
 

@@ -55,8 +55,9 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     add("--max-new-tokens", type=positive, default=128, help="longest answer")
     add("--ignore-stop", action="store_true", help="answers go on past their end")
     add("--no-phases", action="store_true", help="leave out the time by phase")
-    about = "also measure `transformers`, in a process of its own"
+    about = "also measure `transformers` or `vllm`, in a process of its own"
     add("--compare", metavar="PEER", help=about)
+    add("--peer-python", metavar="PYTHON", help="with the packages of PEER; default: this one")
     about = "chat records; compare --weights with the weights as stored on their answers"
     add("--weights-cost", metavar="PATH", help=about)
     add = parser.add_argument_group("output").add_argument
@@ -69,7 +70,7 @@ def check(args: argparse.Namespace) -> None:
     random, compares = args.random_weights, args.compare
     made_up = random or args.simulate_acceptance is not None
     if compares:
-        check_peer(compares)
+        check_peer(compares, python=args.peer_python)
     refusals = {
         f"--modes {','.join(args.modes)}; choose from {', '.join(MODES)}": not args.modes
         or not {*args.modes} <= {*MODES},
@@ -80,6 +81,7 @@ def check(args: argparse.Namespace) -> None:
         and (args.target or args.draft),
         "--random-weights has no tokenizer; use --prompt-length or prompt_ids": random
         and args.conversations,
+        "--peer-python runs --compare; add it": args.peer_python and not compares,
         "--compare decodes real weights one prompt at a time; use a stored pair": compares
         and (made_up or args.batch > 1),
         "--compare decodes weights as they are stored; leave out --weights": compares

@@ -65,12 +65,12 @@ class QuestionRunner(NamedTuple):
 
     def first_prompt(self, question: Question) -> list[int]:
         """The prompt of the first turn, including the history."""
-        return chat.prompt_ids(self.tokenizer, question.messages())
+        return chat.prompt_ids(self.tokenizer, question.messages(), question.kwargs())
 
     def _talk(self, session: Session, question: Question, sampling: Sampling) -> Answer:
         messages, answer = question.messages(), Answer([], [])
         for number in range(1, len(question.turns) + 1):
-            prompt = chat.prompt_ids(self.tokenizer, messages)
+            prompt = chat.prompt_ids(self.tokenizer, messages, question.kwargs())
             room = self.room(prompt)
             if not room:
                 return answer._replace(too_long=number)

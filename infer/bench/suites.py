@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -49,11 +50,16 @@ class Question(NamedTuple):
     group: str
     turns: tuple[str, ...]
     history: tuple[tuple[str, str], ...] = ()  # (role, content) of earlier messages
+    template_kwargs: str = ""  # tools and other arguments of the chat template, as JSON
 
     def messages(self) -> list[Message]:
         """The history and the first turn."""
         pairs = (*self.history, ("user", self.turns[0]))
         return [{"role": role, "content": text} for role, text in pairs]
+
+    def kwargs(self) -> dict[str, Any]:
+        """The arguments for the chat template."""
+        return json.loads(self.template_kwargs or "{}")
 
 
 def load_suite(text: str, public_rows: int = PUBLIC_ROWS) -> list[Question]:
@@ -98,7 +104,8 @@ def choose(
 
 def digest(questions: Iterable[Question]) -> str:
     """The sha256 of all questions."""
-    return json_hash(list(questions))
+    # Questions without arguments keep the hash of earlier versions.
+    return json_hash([each if each.template_kwargs else each[:-1] for each in questions])
 
 
 def _sets_of(text: str) -> Iterator[tuple[str, str]]:

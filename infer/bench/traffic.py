@@ -17,9 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from moa_jax.model.experts import EXPERTS
+
 IN_PLACE = ("dynamic_update_slice", "scatter")  # write rows and pass on the rest
 SEEN_THROUGH = ("reshape",)  # returns the same array
-ROWS_ONLY = ("gather",)  # reads a few rows, as of an embedding: not counted
+ROWS_ONLY = ("gather",)  # reads a few rows, as of an embedding: not counted, except for experts
 PARTS = ("slice", "dynamic_slice")  # return a part, which counts where it is read
 COPY_BYTES = {"cpu": 256 << 20}
 COPY_BYTES_ELSEWHERE = 2 << 30
@@ -55,6 +57,8 @@ def _read(jaxpr: Any, sizes: dict[int, int]) -> int:
             _rename(sizes, sizes, eqn.invars[:1], eqn.outvars)
         elif name in PARTS:
             sizes |= {id(v): _size(v.aval) for v in eqn.outvars if id(eqn.invars[0]) in sizes}
+        elif name == "gather" and EXPERTS in str(eqn.source_info.name_stack):
+            total += _size(eqn.outvars[0].aval)
         elif name not in ROWS_ONLY:
             total += operands
     return total

@@ -153,6 +153,15 @@ def keep_to_32_bits() -> None:
         sys.modules["jax"].config.update("jax_enable_x64", False)
 
 
+def need(program: str, *packages: str) -> None:
+    """Exits with code 2 and one line if a package of the extra `serve` is not installed."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            line = f"the package {package} is missing; pip install 'moa-jax[serve]'"
+            print(f"{program}: {line}", file=sys.stderr)
+            sys.exit(BAD_INPUT)
+
+
 def run(main: Main, arguments: list[str] | None = None) -> NoReturn:
     """Runs a program and exits with its code, or after one line with 2 or 75.
 

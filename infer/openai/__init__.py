@@ -10,6 +10,10 @@ A request passes through these files from top to bottom, its response from botto
 
 Other files:
 
+    fields.py      single fields of a body
+    grammars.py    the grammar of `response_format` and `structured_outputs`
+    tools.py       `tools` and `tool_choice`, and a grammar for forced calls
+    parsers.py     the text of an answer as reasoning, content and tool calls
     model.py       Model: the name, the limits and the tokenizer
     tokens.py      single tokens as text and bytes
     errors.py      errors in OpenAI's format

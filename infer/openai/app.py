@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +32,10 @@ from infer.openai.errors import (
     UNAVAILABLE,
     APIError,
     as_json,
+    bad,
     stopping,
 )
+from infer.openai.grammars import GrammarText
 from infer.openai.metrics import CONTENT_TYPE, ServingMetrics
 from infer.openai.model import Model
 from infer.openai.requests import (
@@ -43,10 +46,13 @@ from infer.openai.requests import (
     text_of,
     tokens_of,
 )
-from infer.openai.responses import Replies, event
+from infer.openai.responses import Replies, SpecMetrics, event
 from infer.openai.streams import Delta, RequestStream
 from infer.openai.tokens import TokenTexts
 from moa_jax.engine import Engine
+from moa_jax.errors import InputError, TemporaryError
+from moa_jax.grammar.compile import GrammarCompiler
+from moa_jax.grammar.masks import Grammar
 from moa_jax.version import __version__
 
 OPEN_PATHS = ("/health", "/ping")  # health checks, which need no key
@@ -82,14 +88,27 @@ class OpenAIServer:
         log: Log,
         limits: ServingLimits | None = None,
         keys: tuple[str, ...] = (),
+        spec_metrics: SpecMetrics = "none",
     ) -> None:
-        """If `keys` are given, clients must send one of these keys."""
+        """If `keys` are given, clients must send one of these keys.
+
+        `spec_metrics` is the level of detail of the field `metrics` of replies.
+        """
         self.engine, self.model, self.metrics, self.log = engine, model, metrics, log
         self.limits, self.draining = limits or ServingLimits(), False
         self.answering: set[RequestStream] = set()
         self._keys, self._token_texts = keys, TokenTexts(model.tokenizer)
+        self._spec_metrics = spec_metrics
         # One thread parses all bodies and tokenizes their text, which would block the event loop.
         self._reader = ThreadPoolExecutor(1, "reader")
+        # Another thread compiles grammars, which may take longer.
+        self._compiler = ThreadPoolExecutor(1, "compiler")
+        self._grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_ids)
+        self._has_masks = False  # whether the engine is ready for grammars
+        self._in_compiler = threading.Lock()  # held by the thread that compiles grammars
+        self._compiling: set[asyncio.Future[Grammar]] = set()
+        self._num_read = 0  # requests whose body has arrived, before the engine has them
+        self._stopped = False  # whether running requests are ended, too
         paths: list[tuple[str, str, Handler]] = [
             ("POST", "/v1/completions", self._completions),
             ("POST", "/v1/chat/completions", self._chat),
@@ -121,20 +140,36 @@ class OpenAIServer:
 
     async def drain(self, seconds: float) -> None:
         """Rejects new requests, and gives running requests `seconds` to finish."""
-        self.log("drain", requests=len(self.answering))
+        self.log("drain", requests=self.num_running)
         self.draining = True
         end = time.monotonic() + seconds
-        while self.answering and time.monotonic() < end:
+        while self.num_running and time.monotonic() < end:
             await asyncio.sleep(0.02)
         self.stop()
-        while self.answering and time.monotonic() < end + 1:
+        while self.num_running and time.monotonic() < end + 1:
             await asyncio.sleep(0.02)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a complete body that have no complete answer."""
+        return self._num_read + len(self.answering)
 
     def stop(self) -> None:
         """Rejects new requests, and ends running requests with the error of a stopping server."""
-        self.draining = True
+        self.stop_compiling()
         for answering in self.answering:
             answering.stop()
+
+    def stop_compiling(self) -> None:
+        """Rejects new requests and those whose grammar is compiled; any thread may call this."""
+        self.draining = self._stopped = True
+        for compiling in list(self._compiling):
+            compiling.get_loop().call_soon_threadsafe(compiling.cancel)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a grammar, or the program that all grammars need, is being compiled."""
+        return self._in_compiler.locked()
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -180,16 +215,26 @@ class OpenAIServer:
         """Generates all choices of a request, as one response or as an event stream."""
         began = time.monotonic()
         self._check_open()
-        generation = await self._read(await self._body(request), read)
+        body = await self._body(request)
         self._check_open()  # draining may begin while the body arrives
-        answering = RequestStream(generation, self.engine, self.model, self.metrics, began)
-        answering.submit()
-        replies = Replies(answering, self._token_texts)
+        self._num_read += 1
+        try:
+            generation, grammar = await self._read(body, read), None
+            if (text := generation.grammar) is not None:
+                grammar = await unless_gone(request.receive, self._compiled(text))
+            if self._stopped:
+                raise stopping()
+            parts = generation, self.engine, self.model, self.metrics, began, grammar
+            answering = RequestStream(*parts)
+            answering.submit()
+            self.answering.add(answering)
+        finally:
+            self._num_read -= 1
+        replies = Replies(answering, self._token_texts, self._spec_metrics)
         if generation.ignored:
             self.log(
                 "ignored", id=replies.id, fields=[name[:40] for name in generation.ignored[:8]]
             )
-        self.answering.add(answering)
         if generation.fields.stream:
             return EventStream(self, answering, replies)
         try:
@@ -198,6 +243,37 @@ class OpenAIServer:
             return Response(whole, 200, {"x-request-id": replies.id}, JSON)
         finally:
             self.ended(answering, replies.id)
+
+    async def _compiled(self, grammar: GrammarText) -> Grammar:
+        """The compiled grammar of a request, once the engine can serve it; raises APIError."""
+
+        def compiled() -> Grammar:
+            with self._in_compiler:
+                found = self._grammars.compile(grammar.text)
+                self.engine.prepare_masks()
+                self._has_masks = True
+                return found
+
+        try:
+            known = self._grammars.known(grammar.text)
+            if known is not None and self._has_masks:
+                return known
+            work = asyncio.get_running_loop().run_in_executor(self._compiler, compiled)
+            self._compiling.add(work)
+            try:
+                await asyncio.wait({work}, timeout=self.limits.request_seconds)
+                if work.cancelled():
+                    raise stopping()
+                if not work.done():  # other grammars are compiled first
+                    raise self.too_long()
+                return work.result()
+            finally:
+                work.cancel()
+                self._compiling.discard(work)
+        except TemporaryError as error:
+            raise APIError(UNAVAILABLE, f"{grammar.field}: {error}") from error
+        except InputError as error:
+            raise bad(grammar.field, f"{grammar.field}: {error}") from error
 
     async def _whole(self, answering: RequestStream) -> list[Delta]:
         try:
@@ -243,7 +319,12 @@ class OpenAIServer:
     async def _read(self, body: bytes, read: Callable[[dict[str, Any], Model], T]) -> T:
         """The result of `read` for the JSON object in a body, computed in the reader thread."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._reader, lambda: read(object_of(body), self.model))
+        try:
+            return await loop.run_in_executor(
+                self._reader, lambda: read(object_of(body), self.model)
+            )
+        except RecursionError as error:  # some levels before that of the JSON parser
+            raise bad("body", "the body is nested too deeply; send a flatter object") from error
 
     async def _body(self, request: Request) -> bytes:
         """The body; raises APIError for another content type, a large body and a slow client."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infer.openai.errors import NO_SUCH, APIError, bad, shown
 from moa_jax.config.checks import is_utf8
 from moa_jax.data import chat
 from moa_jax.data.records import Message
-from moa_jax.decode.detokenize import GrowingText, detokenizer_of
+from moa_jax.decode.detokenize import GrowingText, detokenizer_of, special_ids
 from moa_jax.errors import InputError
 
 
@@ -27,6 +27,10 @@ class Model:
     max_tokens: int  # of a sequence: prompt and answer
     max_prompt: int
     created: int  # seconds since 1970
+    reasoning_parser: str = "none"  # one of REASONING_PARSERS
+    tool_call_parser: str = "none"  # one of TOOL_PARSERS
+    # Arguments of the chat template, unless a request has others.
+    template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def check_name(self, name: Any) -> None:
         """Raises APIError for the field `model` of another model; None is any model."""
@@ -71,8 +75,14 @@ class Model:
             begins.append(min(written.begin, len(text)))
         return tuple(begins)
 
-    def ids_after(self, messages: list[Message], generation_prompt: bool) -> tuple[int, ...]:
-        """The token ids of a conversation; raises APIError for a model without a chat template."""
+    def rendered(
+        self, messages: list[Message], generation_prompt: bool, template_kwargs: Mapping[str, Any]
+    ) -> tuple[str, tuple[int, ...]]:
+        """The text and the token ids of a conversation in the chat template.
+
+        `template_kwargs` holds arguments of the template. Raises APIError for a model without a
+        template, and for messages and arguments that the template refuses.
+        """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise bad(
                 "messages",
@@ -81,11 +91,12 @@ class Model:
                 "no_chat_template",
             )
         self.check_characters(sum(len(message["content"]) for message in messages), "messages")
+        template_kwargs = {**self.template_kwargs, **template_kwargs}
         try:
-            text = chat.render(self.tokenizer, messages, generation_prompt)
+            text = chat.render(self.tokenizer, messages, generation_prompt, template_kwargs)
         except InputError as error:
             raise bad("messages", f"messages: {error}") from error
-        return self.ids_of(text, "messages", special=False)
+        return text, self.ids_of(text, "messages", special=False)
 
     def check_characters(self, count: int, param: str) -> None:
         """Raises APIError for a text with too many characters for `max_prompt` tokens."""
@@ -115,6 +126,11 @@ class Model:
             "parent": None,
             "max_model_len": self.max_tokens,
         }
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of special tokens, by text."""
+        return special_ids(self.tokenizer)
 
     @functools.cached_property
     def _longest_token(self) -> int:

@@ -10,46 +10,56 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from infer.openai.errors import APIError, bad, shown
+from infer.openai.errors import bad, shown
+from infer.openai.fields import Unsupported, read_fields, reject_unsupported, wrong
+from infer.openai.grammars import GrammarText, after_reasoning, grammar_of
 from infer.openai.model import Model
+from infer.openai.parsers import TOOL_PARSERS, OutputParser, reasoning_at
+from infer.openai.tools import Tool, ToolCall, ToolUse, tool_grammar, tool_use_of
 from moa_jax.config import Sampling
 from moa_jax.config.checks import is_id, is_utf8
-from moa_jax.data.records import Message, text_of_part
+from moa_jax.data.records import (
+    Message,
+    ReadRecord,
+    check_template_kwargs,
+    text_of_part,
+    unread_by,
+)
+from moa_jax.decode.banned import MOST_BAD_WORDS, MOST_WORD_TOKENS
 from moa_jax.errors import InputError
 
-MOST_CHOICES, MOST_LOGPROBS = 128, 20
+MOST_CHOICES, MOST_LOGPROBS, MOST_TOOLS = 128, 20, 128
 DEFAULT_TOKENS = 16  # of a completion, as in OpenAI and vLLM; a chat may fill the context
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 SAMPLING = "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty".split()
 # Unsupported fields that would change the answer, with the values that have no effect.
-Unsupported = dict[str, tuple[Any, ...]]
 UNSUPPORTED: Unsupported = dict.fromkeys(
-    "tools functions audio suffix prediction web_search_options prompt_logprobs prompt_embeds "
-    "guided_json guided_regex guided_choice guided_grammar structured_outputs bad_words "
-    "allowed_token_ids truncate_prompt_tokens logits_processors chat_template "
-    "chat_template_kwargs documents thinking_token_budget".split(),
+    "functions audio suffix prediction web_search_options prompt_embeds "
+    "guided_json guided_regex guided_choice guided_grammar "
+    "allowed_token_ids logits_processors chat_template "
+    "documents thinking_token_budget".split(),
     (),
 ) | {
-    "tool_choice": ("none",),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "min_tokens": (0,),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "return_tokens_as_token_ids": (False,),
 }
-UNSUPPORTED_IN_MESSAGES: Unsupported = {"tool_calls": (), "function_call": (), "audio": ()}
+UNSUPPORTED_IN_MESSAGES: Unsupported = {"function_call": (), "audio": ()}
 # Fields of one of the two APIs, which the other API would ignore.
-OF_CHATS: Unsupported = {"messages": (), "top_logprobs": ()}
+OF_CHATS: Unsupported = dict.fromkeys(("messages", "top_logprobs", "tools"), ()) | {
+    "tool_choice": ("none",),
+    "chat_template_kwargs": (),
+}
 OF_COMPLETIONS: Unsupported = {"prompt": (), "add_special_tokens": (False,)}
 # Fields without an effect, which are not logged.
 SILENT = set(
@@ -61,7 +71,7 @@ MaxTokens = Annotated[int, Meta(ge=0, le=1 << 31)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
-F = TypeVar("F", bound=msgspec.Struct)
+Tools = Annotated[list[Tool], Meta(min_length=1, max_length=MOST_TOOLS)]
 
 
 class SharedFields(msgspec.Struct, kw_only=True):
@@ -81,6 +91,11 @@ class SharedFields(msgspec.Struct, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = -1  # random, as in vLLM
+    min_tokens: MaxTokens = 0
+    bad_words: Annotated[list[StopText], Meta(max_length=MOST_BAD_WORDS)] = []
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    prompt_logprobs: TopLogprobs | None = None
     logit_bias: Annotated[dict[Annotated[int, Meta(ge=0)], Bias], Meta(max_length=1024)] = {}
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] = []
     stop_token_ids: Annotated[list[Any], Meta(max_length=32)] = []
@@ -88,6 +103,8 @@ class SharedFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 class CompletionFields(SharedFields, kw_only=True):
@@ -105,6 +122,10 @@ class ChatFields(SharedFields, kw_only=True):
     messages: Annotated[list[Any], Meta(min_length=1)] | None = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
+    tools: Tools = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 class StreamOptions(msgspec.Struct):
@@ -118,6 +139,11 @@ class MessageFields(msgspec.Struct):
 
     role: str | None = None
     content: str | Annotated[list[Any], Meta(min_length=1)] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] = []
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # the older name of `reasoning`
 
 
 class TokenFields(msgspec.Struct):
@@ -128,6 +154,8 @@ class TokenFields(msgspec.Struct):
     add_generation_prompt: bool = True
     add_special_tokens: bool = True
     tokens: list[Any] | None = None
+    tools: Tools = []
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,11 +181,15 @@ class GenerationRequest:
     stop_ids: tuple[int, ...]
     top_logprobs: int | None
     include_usage: bool
-    ignored: tuple[str, ...]  # names of unknown fields
+    ignored: tuple[str, ...]  # names of unknown fields, and of fields that the template ignores
+    grammar: GrammarText | None = None  # of every answer
+    new_parser: Callable[[], OutputParser] = OutputParser  # of each answer
+    tags: frozenset[str] = frozenset()  # special tokens that the parser must see
+    finish_of_calls: str = "tool_calls"  # the finish reason of an answer with calls
 
     @property
-    def prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt's tokens are returned, too."""
+    def echoes_logprobs(self) -> bool:
+        """Whether the answer's log-probabilities begin with those of the prompt's tokens."""
         return self.fields.echo and self.top_logprobs is not None
 
 
@@ -176,46 +208,6 @@ def object_of(data: bytes) -> dict[str, Any]:
 
 def _not_json(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
-
-
-_fields_of = functools.cache(msgspec.structs.fields)  # resolves type hints, 80 us a call
-
-
-def read_fields(kind: type[F], body: Mapping[str, Any], parent: str = "") -> F:
-    """The fields of a body as an object of type `kind`; null counts as absent.
-
-    `parent` is the prefix of names in errors, for example `stream_options.`. Raises APIError for
-    an invalid field.
-    """
-    found = {}
-    for field in _fields_of(kind):
-        if (value := body.get(field.name)) is None:
-            continue
-        try:
-            found[field.name] = msgspec.convert(value, field.type, str_keys=True)
-        except msgspec.ValidationError as error:
-            raise wrong(f"{parent}{field.name}", value, str(error).lower()) from error
-        except UnicodeEncodeError as error:  # a lone surrogate in the key of an object
-            raise wrong(f"{parent}{field.name}", value, "expected Unicode") from error
-        if isinstance(value, str) and not is_utf8(value):
-            raise wrong(f"{parent}{field.name}", value, "expected Unicode")
-    return kind(**found)
-
-
-def wrong(name: str, value: Any, expected: str, code: str | None = None) -> APIError:
-    """The error for a field with an invalid value."""
-    return bad(name, f"{name} is {shown(value)}: {expected}", code)
-
-
-def reject_unsupported(body: Mapping[str, Any], table: Unsupported, parent: str = "") -> None:
-    """Raises APIError for a field of `table` with a value that would have an effect."""
-    for name, silent in table.items():
-        value = body.get(name)
-        if value in (None, [], {}, ""):
-            continue
-        if not any(type(value) is type(each) and value == each for each in silent):
-            name = f"{parent}{name}"
-            raise bad(name, f"{name} is not supported; leave it out", "unsupported_parameter")
 
 
 def completion_of(body: dict[str, Any], model: Model) -> GenerationRequest:
@@ -247,12 +239,58 @@ def chat_of(body: dict[str, Any], model: Model) -> GenerationRequest:
     if fields.top_logprobs is not None and not fields.logprobs:
         raise bad("top_logprobs", "top_logprobs goes with logprobs; give logprobs true, or neither")
     reject_unsupported(body, UNSUPPORTED | OF_COMPLETIONS)  # before the template reads the messages
-    ids = model.ids_after(_messages(fields.messages), generation_prompt=True)
+    use = tool_use_of(fields.tools, fields.tool_choice, model.tool_call_parser)
+    messages, template_kwargs = _messages(fields.messages), _template_kwargs(fields, body)
+    text, ids = model.rendered(messages, True, template_kwargs)
+    ids = _truncated(ids, fields, model, default=1)
     model.check_length("messages", ids)
     prompts = [Prompt("messages", ids)]
     new_tokens = _new_tokens(fields, prompts, model, least=1, default=None)
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    return _request(body, fields, model, prompts, new_tokens, top_logprobs)
+    request = _request(body, fields, model, prompts, new_tokens, top_logprobs)
+    unread = unread_by(model.tokenizer.chat_template, ReadRecord(messages, (), template_kwargs))
+    request = dataclasses.replace(request, ignored=request.ignored + unread)
+    return _with_parts(request, fields, model, use, text)
+
+
+def _with_parts(
+    request: GenerationRequest, fields: ChatFields, model: Model, use: ToolUse, prompt: str
+) -> GenerationRequest:
+    """A chat's request with a parser of its answers, and a grammar for calls of forced tools."""
+    grammar, reasoning = request.grammar, reasoning_at(model.reasoning_parser, prompt)
+    parallel = fields.parallel_tool_calls and not use.named
+    if use.forced:
+        request = dataclasses.replace(request, stop_ids=_stop_ids_of(fields, model, ends=True))
+        if grammar is not None:
+            line = f"{grammar.field} goes with a tool_choice of none or auto; leave one of them out"
+            raise bad(grammar.field, line)
+        parser, special = model.tool_call_parser, model.special_tokens
+        grammar_text = tool_grammar(parser, use.forced, parallel, special)
+        grammar = GrammarText("tools", grammar_text)
+    if grammar is not None and reasoning != "none":
+        text = after_reasoning(grammar.text, reasoning, model.special_tokens)
+        grammar = grammar._replace(text=text)
+    parses = use.parsed and (use.forced or grammar is None)  # a grammar of its own holds no calls
+    kind = TOOL_PARSERS[model.tool_call_parser if parses else "none"]
+    schemas = {tool.function.name: tool.schema for tool in fields.tools}
+    return dataclasses.replace(
+        request,
+        grammar=grammar,
+        new_parser=functools.partial(kind, reasoning, schemas, parallel),
+        tags=frozenset(kind.tags(reasoning)),
+        # As in OpenAI's API; vLLM has followed since its PR 25054.
+        finish_of_calls="stop" if use.named else "tool_calls",
+    )
+
+
+def _template_kwargs(fields: ChatFields | TokenFields, body: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a request for the chat template, with the tools as sent."""
+    given = fields.chat_template_kwargs
+    try:
+        check_template_kwargs(given, "chat_template_kwargs")
+    except InputError as error:
+        raise bad("chat_template_kwargs", str(error)) from error
+    return given | ({"tools": body["tools"]} if fields.tools else {})
 
 
 def tokens_of(body: dict[str, Any], model: Model) -> tuple[int, ...]:
@@ -262,7 +300,8 @@ def tokens_of(body: dict[str, Any], model: Model) -> tuple[int, ...]:
     if (fields.prompt is None) == (fields.messages is None):
         raise bad("prompt", "prompt and messages; give one of them")
     if fields.messages is not None:
-        return model.ids_after(_messages(fields.messages), fields.add_generation_prompt)
+        messages, template_kwargs = _messages(fields.messages), _template_kwargs(fields, body)
+        return model.rendered(messages, fields.add_generation_prompt, template_kwargs)[1]
     return model.ids_of(fields.prompt, "prompt", fields.add_special_tokens)
 
 
@@ -277,7 +316,7 @@ def text_of(body: dict[str, Any], model: Model) -> str:
 
 
 def _messages(messages: list[Any] | None) -> list[Message]:
-    """The messages of a chat: text by system, user and assistant; raises APIError."""
+    """The messages of a chat, as chat templates take them; raises APIError."""
     if messages is None:
         raise wrong("messages", None, "give a list of messages, each with role and content")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -288,14 +327,21 @@ def _message(message: Any, place: str) -> Message:
         raise wrong(place, message, "give an object with a role and a content")
     fields = read_fields(MessageFields, message, f"{place}.")
     if fields.role not in ROLES:
-        raise wrong(f"{place}.role", fields.role, "give system, user or assistant")
+        raise wrong(f"{place}.role", fields.role, "give system, user, assistant or tool")
     reject_unsupported(message, UNSUPPORTED_IN_MESSAGES, f"{place}.")
     content = fields.content
     if isinstance(content, list):
         content = "\n".join(_part(part, f"{place}.content[{i}]") for i, part in enumerate(content))
+    rest = {name: value for name in ("name", "tool_call_id") if (value := getattr(fields, name))}
+    if fields.role == "assistant":
+        if reasoning := fields.reasoning or fields.reasoning_content:
+            rest["reasoning_content"] = reasoning
+        if fields.tool_calls:
+            rest["tool_calls"] = [call.for_template() for call in fields.tool_calls]
+            content = content or ""
     if content is None or not is_utf8(content):
         raise wrong(f"{place}.content", content, "give text of Unicode characters")
-    return {"role": ROLES[fields.role], "content": content}
+    return {"role": ROLES[fields.role], "content": content, **rest}
 
 
 def _part(part: Any, place: str) -> str:
@@ -314,12 +360,32 @@ def _prompt(value: Any, name: str, model: Model, fields: CompletionFields) -> Pr
         ids = ids_of(value, name, model)
     else:
         raise wrong(name, value, "give a text or a list of token ids")
+    kept = _truncated(ids, fields, model, DEFAULT_TOKENS)
+    ids, text = kept, text if kept == ids else None
     model.check_length(name, ids)
     if not fields.echo:
         return Prompt(name, ids)
     text = model.text_of(ids) if text is None else text
     scored = fields.logprobs is not None
     return Prompt(name, ids, text, model.offsets_of(text, ids, special) if scored else ())
+
+
+def _truncated(
+    ids: tuple[int, ...], fields: SharedFields, model: Model, default: int
+) -> tuple[int, ...]:
+    """The first or last `truncate_prompt_tokens` tokens of a prompt; -1 keeps all that fit.
+
+    `default` is the length of an answer without `max_tokens`. Raises APIError if that number of
+    tokens does not fit before the answer.
+    """
+    size, new = fields.truncate_prompt_tokens, fields.max_tokens or fields.max_completion_tokens
+    if size is None:
+        return ids
+    most = max(1, min(model.max_prompt, model.max_tokens - (new or default)))
+    if size > most:
+        raise wrong("truncate_prompt_tokens", size, f"{most} tokens fit before the answer")
+    size = min(most if size == -1 else size, len(ids))
+    return ids[:size] if fields.truncation_side == "right" else ids[len(ids) - size :]
 
 
 def ids_of(value: list[Any] | None, name: str, model: Model) -> tuple[int, ...]:
@@ -349,9 +415,15 @@ def _request(
     if (top_logprobs or 0) > model.vocab_size:
         name = "top_logprobs" if chat else "logprobs"
         raise wrong(name, top_logprobs, f"the vocabulary has {model.vocab_size} tokens")
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise bad("prompt_logprobs", "prompt_logprobs does not go with stream; leave one out")
+    if fields.min_tokens > min(new_tokens):
+        most = f"an answer has at most {min(new_tokens)} tokens"
+        raise wrong("min_tokens", fields.min_tokens, most)
     options = fields.stream_options or {}
     if fields.stream_options is not None and not fields.stream:
         raise bad("stream_options", "stream_options goes with stream; give stream true, or neither")
+    grammar = grammar_of(fields.response_format, fields.structured_outputs)
     known = {*fields.__struct_fields__, *UNSUPPORTED, *OF_CHATS, *OF_COMPLETIONS, *SILENT}
     ignored = _unknown(body, known) + _unknown(options, {"include_usage"}, "stream_options.")
     return GenerationRequest(
@@ -361,10 +433,11 @@ def _request(
         new_tokens=new_tokens,
         sampling=_sampling_of(fields, model),
         stops=_stops_of(fields, model),
-        stop_ids=_stop_ids_of(fields, model),
+        stop_ids=_stop_ids_of(fields, model, ends=grammar is not None),
         top_logprobs=top_logprobs,
         include_usage=read_fields(StreamOptions, options, "stream_options.").include_usage,
         ignored=ignored,
+        grammar=grammar,
     )
 
 
@@ -401,10 +474,32 @@ def _sampling_of(fields: SharedFields, model: Model) -> Sampling:
     settings["top_k"] = fields.top_k if 0 < fields.top_k < model.vocab_size else 0
     settings["seed"] = -1 if fields.seed == -1 else fields.seed % (1 << 32)
     settings["logit_bias"] = tuple(item for item in sorted(fields.logit_bias.items()) if item[1])
+    settings["min_tokens"], settings["bad_words"] = fields.min_tokens, _bad_words_of(fields, model)
     try:
         return Sampling(**settings).seeded()
     except InputError as error:  # the message begins with the name
         raise bad(str(error).partition(" ")[0], str(error)) from error
+
+
+def _bad_words_of(fields: SharedFields, model: Model) -> tuple[tuple[int, ...], ...]:
+    """The token sequences of `bad_words`: each word without and with a space before it.
+
+    vLLM bans the second sequence only if it has as many tokens as the first.
+    """
+    if fields.bad_words and model.tokenizer is None:
+        raise bad("bad_words", "bad_words: the model has no tokenizer, and no words; leave it out")
+    found: list[tuple[int, ...]] = []
+    for word in map(str.lstrip, fields.bad_words):
+        if not word or not is_utf8(word):
+            raise wrong("bad_words", fields.bad_words, "give words of Unicode characters")
+        found += [model.ids_of(text, "bad_words", special=False) for text in (word, f" {word}")]
+    found = list(dict.fromkeys(filter(None, found)))
+    longest = max(map(len, found), default=0)
+    if len(found) > MOST_BAD_WORDS or longest > MOST_WORD_TOKENS:
+        message = f"bad_words are {len(found)} token sequences, the longest of {longest} tokens"
+        most = f"{MOST_BAD_WORDS} of at most {MOST_WORD_TOKENS} tokens"
+        raise bad("bad_words", f"{message}; give at most {most}")
+    return tuple(found)
 
 
 def _stops_of(fields: SharedFields, model: Model) -> tuple[str, ...]:
@@ -416,8 +511,11 @@ def _stops_of(fields: SharedFields, model: Model) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
-def _stop_ids_of(fields: SharedFields, model: Model) -> tuple[int, ...]:
-    """Token ids that end an answer: the model's unless `ignore_eos`, and `stop_token_ids`."""
-    own = () if fields.ignore_eos else model.eos_ids
+def _stop_ids_of(fields: SharedFields, model: Model, ends: bool) -> tuple[int, ...]:
+    """Token ids that end an answer: the model's unless `ignore_eos`, and `stop_token_ids`.
+
+    A grammar `ends` the answer whatever `ignore_eos` is.
+    """
+    own = () if fields.ignore_eos and not ends else model.eos_ids
     more = ids_of(fields.stop_token_ids, "stop_token_ids", model)
     return tuple(dict.fromkeys((*own, *more)))

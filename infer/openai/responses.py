@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from infer.openai.errors import as_json
+from infer.openai.parsers import DeltaToolCall
 from infer.openai.streams import Choice, Delta, RequestStream
 from infer.openai.tokens import TokenTexts
 from moa_jax.decode.logprobs import TokenLogprob
@@ -18,10 +20,17 @@ DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI and vLLM write this
 
 
+SpecMetrics = Literal["none", "summary", "detailed"]
+
+
 class Replies:
     """Builds the response to one request, whole or as events."""
 
-    def __init__(self, stream: RequestStream, token_texts: TokenTexts) -> None:
+    def __init__(
+        self, stream: RequestStream, token_texts: TokenTexts, spec_metrics: SpecMetrics = "none"
+    ) -> None:
+        """`spec_metrics` is the level of detail of the field `metrics`."""
+        self._spec_metrics = spec_metrics
         self._stream, self._request = stream, stream.request
         self._token_texts = token_texts
         self._begun: set[int] = set()  # choices of a chat whose role is sent
@@ -44,8 +53,10 @@ class Replies:
         for choice, delta in zip(self._stream.choices, deltas, strict=True):
             choices.append(as_json(self._choice(choice, delta, "message")))
             await asyncio.sleep(0)
-        rest = self._reply([{}]) | {"usage": self._usage()}
+        rest = self._reply([{}]) | self._figures()
         del rest["choices"]
+        if self._request.chat and self._request.fields.prompt_logprobs is not None:
+            rest["prompt_logprobs"] = self._of_prompt(self._stream.choices[0])
         return b'%s,"choices":[%s]}' % (as_json(rest)[:-1], b",".join(choices))
 
     def events(self, choice: Choice, delta: Delta) -> Iterator[bytes]:
@@ -58,6 +69,9 @@ class Replies:
             opening = {"index": choice.index, "delta": role, "logprobs": None}
             yield event(self._reply([opening | {"finish_reason": None}]) | rest)
         found = self._choice(choice, delta, "delta")
+        rest_of_delta = delta.finish or delta.scored or found.get("token_ids")
+        if found.get("delta") == {} and not rest_of_delta:  # the text is held back
+            return
         if self._request.fields.return_token_ids and not self._request.chat and not first:
             del found["prompt_token_ids"]
         yield event(self._reply([found], first=False) | rest)
@@ -65,7 +79,7 @@ class Replies:
     def last_events(self) -> Iterator[bytes]:
         """The last events of a stream: the usage, with `include_usage`, and [DONE]."""
         if self._request.include_usage:
-            yield event(self._reply([]) | {"usage": self._usage()})
+            yield event(self._reply([]) | self._figures())
         yield DONE
 
     def _object(self) -> str:
@@ -83,9 +97,7 @@ class Replies:
         """A choice as a JSON-ready dictionary; `name` is the field with the text of a chat."""
         found: dict[str, Any] = {"index": choice.index}
         if self._request.chat:
-            found[name] = {"content": delta.text} if delta.text or name == "message" else {}
-            if name == "message":
-                found[name] = {"role": "assistant", **found[name], "refusal": None}
+            found[name] = _message(delta) if name == "message" else _delta_message(delta)
         else:
             found["text"] = delta.text
         found["logprobs"] = None
@@ -97,14 +109,45 @@ class Replies:
             found["token_ids"] = delta.token_ids
             if not self._request.chat:
                 found["prompt_token_ids"] = list(self._request.prompts[choice.prompt].ids)
+        if self._request.fields.prompt_logprobs is not None and not self._request.chat:
+            found["prompt_logprobs"] = self._of_prompt(choice)
         return found
 
-    def _usage(self) -> dict[str, int]:
+    def _figures(self) -> dict[str, Any]:
+        """The usage, and the metrics of the request if the server reports any."""
         prompt, generated = self._stream.num_prompt_tokens, self._stream.num_tokens
-        return {
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": self._stream.num_cached_tokens},
+        }
+        if self._spec_metrics == "none":
+            return {"usage": usage}
+        num_spec_tokens = len(self._stream.engine.stats().accepted_by_position)
+        if len(self._stream.choices) > 1 or not num_spec_tokens:  # as in vLLM
+            return {"usage": usage, "metrics": None}
+        found = _of_speculation(self._stream.choices[0].rounds, num_spec_tokens)
+        if self._spec_metrics == "summary":
+            del found["per_step_accepted"], found["per_step_drafted"]
+        return {"usage": usage, "metrics": {"speculative_decoding": found}}
+
+    def _of_prompt(self, choice: Choice) -> list[dict[str, Any] | None]:
+        """The field `prompt_logprobs`: None for the first token of the prompt."""
+        likely = zip(self._request.prompts[choice.prompt].ids, choice.prompt_logprobs, strict=True)
+        return [each and self._ranked(token, each) for token, each in likely]
+
+    def _ranked(self, token: int, likely: TokenLogprob) -> dict[str, Any]:
+        """Log-probabilities of a token and the top tokens; ranks below those are null."""
+        ranks = {other: rank for rank, (other, _) in enumerate(likely.top, 1)}
+        top = dict(likely.top[: self._request.fields.prompt_logprobs])
+        return {
+            str(other): {
+                "logprob": _finite(logprob),
+                "rank": ranks.get(other),
+                "decoded_token": self._text_of(other),
+            }
+            for other, logprob in ({token: likely.logprob} | top).items()
         }
 
     def _in_chat(self, delta: Delta) -> dict[str, Any]:
@@ -140,6 +183,56 @@ class Replies:
 
     def _top(self, likely: TokenLogprob) -> list[tuple[int, float]]:
         return likely.top[: self._request.top_logprobs or 0]
+
+
+def _of_speculation(rounds: list[tuple[int, int]], num_spec_tokens: int) -> dict[str, Any]:
+    """The field `metrics.speculative_decoding`, under vLLM's names.
+
+    `rounds` has the tokens committed and drafted in each round; plain rounds do not count.
+    `num_spec_tokens` is the number of tokens of the longest path of a draft. A stop or the limit
+    may truncate the last round.
+    """
+    accepted = [committed - 1 for committed, drafted in rounds if drafted]
+    drafted = [drafted for _, drafted in rounds if drafted]
+    histogram = Counter(accepted)
+    return {
+        "mean_acceptance_length": 1 + sum(accepted) / max(len(accepted), 1),
+        "draft_acceptance_rate": sum(accepted) / max(sum(drafted), 1),
+        "acceptance_histogram": [histogram[count] for count in range(num_spec_tokens + 1)],
+        "num_spec_steps": len(accepted),
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": sum(drafted),
+        "num_spec_tokens": num_spec_tokens,
+        "per_step_accepted": accepted,
+        "per_step_drafted": drafted,
+    }
+
+
+def _message(delta: Delta) -> dict[str, Any]:
+    """A whole message; without content, a message with reasoning or calls has content null."""
+    called = [_tool_call(call) for call in delta.tool_calls]
+    for call in called:
+        del call["index"]
+    content = delta.text or (None if called or delta.reasoning else "")
+    message = {"role": "assistant", "content": content, "refusal": None}
+    message |= {"reasoning": delta.reasoning} if delta.reasoning else {}
+    return message | ({"tool_calls": called} if called else {})
+
+
+def _delta_message(delta: Delta) -> dict[str, Any]:
+    """The parts of a message that a stream event adds."""
+    calls = [_tool_call(call) for call in delta.tool_calls]
+    parts = {"reasoning": delta.reasoning, "content": delta.text, "tool_calls": calls}
+    return {name: part for name, part in parts.items() if part}
+
+
+def _tool_call(call: DeltaToolCall) -> dict[str, Any]:
+    """A piece of a call; the first piece has an id and the name of the function."""
+    function = {"arguments": call.arguments}
+    if not call.name:
+        return {"index": call.index, "function": function}
+    begin = {"index": call.index, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
+    return begin | {"function": {"name": call.name, **function}}
 
 
 def event(content: dict[str, Any]) -> bytes:

@@ -22,12 +22,14 @@ from typing import NamedTuple
 from infer.openai.errors import FAULT, TOO_MANY, APIError, bad, stopping
 from infer.openai.metrics import ServingMetrics
 from infer.openai.model import Model
+from infer.openai.parsers import DeltaMessage
 from infer.openai.requests import GenerationRequest
 from moa_jax.decode.detokenize import GrowingText
 from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.decode.session import row_of
 from moa_jax.engine import Engine, EngineClosed, QueueFull, Request, RequestOutput
 from moa_jax.errors import InputError
+from moa_jax.grammar.masks import Grammar
 
 
 class ScoredToken(NamedTuple):
@@ -39,17 +41,17 @@ class ScoredToken(NamedTuple):
 
 
 @dataclasses.dataclass
-class Delta:
+class Delta(DeltaMessage):
     """The part of a choice that is not sent yet."""
 
-    text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     scored: list[ScoredToken] = dataclasses.field(default_factory=list)  # if requested
-    finish: str = ""  # "stop", "length", or "" before the end
+    finish: str = ""  # "stop", "length", "tool_calls", or "" before the end
     stop_reason: int | str | None = None  # the stop string or the id of `stop_token_ids`
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.token_ids or self.scored or self.finish)
+        has_message = self.text or self.reasoning or self.tool_calls
+        return bool(has_message or self.token_ids or self.scored or self.finish)
 
 
 class Choice:
@@ -59,7 +61,9 @@ class Choice:
         """Choice `index` of a request, for prompt `prompt`."""
         request = stream.request
         self.index, self.prompt = index, prompt
-        self.finish, self.num_tokens = "", 0
+        self.finish, self.num_tokens, self.num_cached = "", 0, 0
+        self.rounds: list[tuple[int, int]] = []  # tokens committed and drafted in each round
+        self.prompt_logprobs: list[TokenLogprob | None] = []  # for the field `prompt_logprobs`
         self.handle: int | None = None
         self._stream, self._request = stream, request
         self._echoed = request.prompts[prompt]
@@ -68,10 +72,13 @@ class Choice:
             request.stops,
             keep_stop=request.fields.include_stop_str_in_output,
             skip_special=request.fields.skip_special_tokens,
+            tags=request.tags,
             preceding=() if request.chat else self._echoed.ids,
+            min_tokens=request.fields.min_tokens,
         )
+        self._parser = request.new_parser()
         self._num_scored = self._num_shown = 0  # echoed tokens and characters of the prompt
-        self._delta = Delta("" if request.prompt_logprobs else self._echoed.text)
+        self._delta = Delta("" if request.echoes_logprobs else self._echoed.text)
 
     def on_output(self, output: RequestOutput) -> None:
         """Receives output in the engine's thread."""
@@ -96,7 +103,11 @@ class Choice:
         self._stream.changed.set()
 
     def _read(self, output: RequestOutput) -> None:
-        if output.prompt_logprobs:
+        self.num_cached = max(self.num_cached, output.num_cached)
+        self.rounds += output.rounds
+        if self._request.fields.prompt_logprobs is not None:
+            self.prompt_logprobs += output.prompt_logprobs
+        if self._request.echoes_logprobs and output.prompt_logprobs:
             self._echo(output.prompt_logprobs)
         if output.token_ids:
             self._stream.timed(self, self._write(output))
@@ -104,7 +115,7 @@ class Choice:
             self._end("stop", self._text.stop)
             self._stream.engine.cancel(self.handle)  # the engine does not check stop strings
         elif output.finish_reason in ("stop", "length"):
-            self._delta.text += self._text.end()
+            self._parser.feed(self._text.end(), self._delta)
             own = self._stream.model.eos_ids
             last = self._delta.token_ids[-1] if self._delta.token_ids else None
             self._end(
@@ -136,7 +147,7 @@ class Choice:
         for group in [[token] for token in visible] if with_likely else [visible]:
             if text.stop is not None:
                 break
-            delta.text += text.add(group)
+            self._parser.feed(text.add(group), delta)
             offsets.append(text.begin)
         count = text.num_tokens - before
         if hidden and text.stop is None:  # the stop token has no text
@@ -150,7 +161,10 @@ class Choice:
         return count
 
     def _end(self, finish: str, reason: int | str | None) -> None:
-        self.finish = self._delta.finish = finish
+        self._parser.end(self._delta)
+        calls = finish == "stop" and self._parser.num_calls
+        self.finish = finish
+        self._delta.finish = self._request.finish_of_calls if calls else finish
         self._delta.stop_reason = reason
 
 
@@ -164,8 +178,10 @@ class RequestStream:
         model: Model,
         metrics: ServingMetrics,
         began: float,
+        grammar: Grammar | None = None,
     ) -> None:
-        """`began` is the time of arrival, by `time.monotonic`."""
+        """`began` is the time of arrival, by `time.monotonic`; `grammar` is that of the request."""
+        self._grammar = grammar
         self.request, self.engine, self.model, self.metrics = request, engine, model, metrics
         self.began = began
         self.loop = asyncio.get_running_loop()
@@ -180,7 +196,10 @@ class RequestStream:
 
     def submit(self) -> None:
         """Submits all choices to the engine, or none; raises APIError."""
-        request = self.request
+        request, of_prompt = self.request, self.request.fields.prompt_logprobs
+        top_logprobs = request.top_logprobs
+        if top_logprobs is not None:
+            top_logprobs = max(top_logprobs, of_prompt or 0)
         most = self.engine.stats().slots + self.engine.max_waiting
         if len(self.choices) > most:  # more than the queue can ever hold
             name = "n" if request.fields.n > 1 else "prompt"
@@ -192,8 +211,9 @@ class RequestStream:
                     max_new_tokens=request.new_tokens[choice.prompt],
                     stop_ids=request.stop_ids,
                     sampling=row_of(request.sampling, choice.index),
-                    top_logprobs=request.top_logprobs,
-                    prompt_logprobs=request.prompt_logprobs,
+                    top_logprobs=top_logprobs,
+                    prompt_logprobs=request.echoes_logprobs or of_prompt is not None,
+                    grammar=self._grammar,
                 )
                 others = len(self.choices) - 1 - choice.index
                 choice.handle = self.engine.submit(engine_request, choice.on_output, others)
@@ -243,6 +263,11 @@ class RequestStream:
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once."""
         return sum(len(prompt.ids) for prompt in self.request.prompts)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of all prompts that the prefix cache had for the first choice of each prompt."""
+        return sum(choice.num_cached for choice in self.choices[:: self.request.fields.n])
 
     @property
     def num_tokens(self) -> int:

@@ -20,10 +20,12 @@ import transformers
 
 def load(path: str | Path) -> Any:
     """Loads a float32 model for inference from a folder, or from a GGUF file by transformers."""
-    path, file = Path(path), {}
+    path, file, kind = Path(path), {}, transformers.AutoModelForCausalLM
     if path.suffix == ".gguf":
         path, file = path.parent, {"gguf_file": path.name}
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **file)
+    elif hasattr(transformers.AutoConfig.from_pretrained(path), "vision_config"):
+        kind = transformers.AutoModelForImageTextToText
+    model = kind.from_pretrained(path, dtype=torch.float32, **file)
     return model.eval().requires_grad_(False)
 
 

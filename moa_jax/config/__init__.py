@@ -15,6 +15,7 @@ from moa_jax.config.model import (
     DrafterConfig,
     Eagle3Config,
     EagleConfig,
+    ExpertsConfig,
     Family,
     GlideConfig,
     IndependentConfig,

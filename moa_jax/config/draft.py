@@ -149,6 +149,8 @@ class Sampling:
     presence_penalty: float = 0.0  # subtracted from the logit of each token in the answer
     frequency_penalty: float = 0.0  # subtracted once per occurrence of the token in the answer
     seed: int = 0  # below 2**32; -1 draws a new seed per call
+    min_tokens: int = 0  # tokens of the answer before which no stop id is chosen
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the answer never has
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -159,7 +161,7 @@ class Sampling:
                 raise InputError(f"{name} is {value!r}; choose from {low} to {high}")
         if type(self.top_p) not in (int, float) or not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p!r}; choose above 0 and at most 1")
-        at_least(0, self, "top_k")
+        at_least(0, self, "top_k", "min_tokens")
         if type(self.seed) is not int or not -1 <= self.seed < 1 << 32:
             raise InputError(
                 f"seed is {self.seed!r}; choose a whole number from 0 to 2**32 - 1, or -1, which "

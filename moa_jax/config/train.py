@@ -22,6 +22,7 @@ class DataConfig:
         hub:ID/SPLIT                   through `datasets`
         hub:ID@REVISION/SPLIT          through `datasets`, at a commit, tag or branch
         tfds:NAME/SPLIT                through `tensorflow_datasets`
+        PATH?messages=dialog           any of these; its column `dialog` holds the messages
     """
 
     train: tuple[str, ...]
@@ -220,6 +221,8 @@ class RunConfig:
     # time, else 0. The best checkpoint is chosen by `decoded_tau` if prompts are decoded.
     decode_prompts: int | None = None
     tensorboard: bool = False  # in addition to metrics.jsonl; needs the extra `tensorboard`
+    # In addition to metrics.jsonl; needs the extra of this name.
+    tracker: Literal["none", "wandb", "trackio"] = "none"
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; weights stay float32
     # On GPUs and TPUs: `blocks` keeps blocks of scores on chip, `einsum` stores all scores.
@@ -264,7 +267,7 @@ class DistillConfig(Objective):
     # A file of train.vocabulary with the draft vocabulary, for drafters with a separate head.
     vocabulary: str | None = None
     # For drafters that use the target's head: the number of most frequent training answer tokens
-    # that form the draft vocabulary in the drafter's folder. Training ignores this vocabulary.
+    # that the loss covers and the drafter proposes; None is the target's whole vocabulary.
     draft_vocabulary: int | None = None
     init_from: str | None = None  # a drafter's folder or a run with the initial weights
 
@@ -285,7 +288,8 @@ class GridConfig:
 
     Every cell is trained with each learning rate and seed, and is represented by the rate with the
     highest `simulated_tau`. Without learning rates each cell keeps the rate of its own config, for
-    example the best rate of a shorter grid. All cells have one target.
+    example the best rate of a shorter grid. All cells have one target. Without shapes nothing is
+    decoded.
     """
 
     cells: tuple[tuple[str, DistillConfig], ...]
@@ -296,18 +300,23 @@ class GridConfig:
     shapes: tuple[DraftShape, ...] = (DraftShape(7), DraftShape(7, 8, 62))
     prompts: int = 64  # validation prompts, not trained on, that all finished drafters answer
     max_new_tokens: int = 128
+    sets: tuple[str, ...] = ()  # question sets of infer.evaluate, answered besides the prompts
+    questions: int = 30  # of each set, first turns
+    temperatures: tuple[float, ...] = (0.0,)
+    past_end: bool = True  # whether prompts are also answered up to the limit, without stops
+    over: tuple[str, ...] = ()  # further cells that the results are divided by
+    untrained: tuple[str, ...] = ()  # drafters without weights, such as "lookup", in chains
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.cells]
         if len(set(names)) < len(names):
             raise InputError(f"two cells have one name among {', '.join(names)}; rename one")
-        if self.reference not in names:
-            raise InputError(
-                f"no cell {self.reference!r} among {', '.join(names)}; name one of them"
-            )
+        for name in (self.reference, *self.over):
+            if name not in names:
+                raise InputError(f"no cell {name!r} among {', '.join(names)}; name one of them")
         if len({config.target for _, config in self.cells}) > 1:
             raise InputError("the cells of a grid have several targets; give them one")
         if not self.seeds:
             raise InputError("a grid has no seeds; give it one")
-        at_least(1, self, "prompts")
+        at_least(1, self, "prompts", "questions")
         at_least(2, self, "max_new_tokens")  # the first token precedes all rounds

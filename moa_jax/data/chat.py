@@ -9,12 +9,22 @@ everything that the template writes before the next turn: the end mark, and Chat
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from moa_jax.config.checks import is_id, is_utf8
-from moa_jax.data.records import Message, answer_places, answers_of, messages_of
+from moa_jax.data.records import (
+    NO_KWARGS,
+    REASONING,
+    Message,
+    answer_places,
+    answers_of,
+    read_record,
+)
 from moa_jax.errors import InputError, first_line
 
 if TYPE_CHECKING:
@@ -32,21 +42,26 @@ class Example(NamedTuple):
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_length: int
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    max_length: int,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> Example | None:
     """Encode a conversation and mark the tokens of all its answers, for any chat template.
 
-    Only the first `max_length` tokens are kept; None if they include no answer token.
+    Calls of tools and reasoning are part of an answer, replies of tools are not. Only the first
+    `max_length` tokens are kept; None if they include no answer token.
     Raises InputError without an answer or a chat template, for messages that the template refuses,
     and for a template whose output does not reveal the span of an answer.
     """
     if not answer_places(messages):
         raise InputError("a record without an answer; give each an assistant message")
-    text = render(tokenizer, messages)
+    write = functools.partial(render, tokenizer, template_kwargs=template_kwargs)
+    text = write(messages)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     begin_T, end_T = np.array(encoding["offset_mapping"], np.int64).reshape(-1, 2)[:max_length].T
     response_T = np.zeros(len(begin_T), bool)
-    spans, rewritten = _answer_spans(tokenizer, messages, text)
+    spans, rewritten = _answer_spans(write, messages, text)
     for begin, end in spans:
         # A token that crosses the end belongs to the answer unless the shared part is whitespace.
         solid_end = begin + len(text[begin:end].rstrip())
@@ -67,7 +82,8 @@ def encode_record(
     answers = answers_of(record)
     if answers is not None:
         return encode_ids(answers, vocab_size, max_length)
-    example = encode(tokenizer, messages_of(record), max_length)
+    read = read_record(record)
+    example = encode(tokenizer, read.messages, max_length, read.template_kwargs)
     if example is None:
         return []
     check_tokens(example.tokens_T, vocab_size)
@@ -131,14 +147,18 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, max_length: int) 
     return [Example(np.array(c, np.int32), np.ones(len(c), bool)) for c in chunks]
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+) -> list[int]:
     """Token ids of a conversation, followed by the generation prompt.
 
     Raises InputError without a chat template, and for an empty prompt.
     """
-    if not messages or not messages[-1]["content"].strip():
+    if not messages or not (messages[-1]["content"].strip() or messages[-1]["role"] == "tool"):
         raise InputError("the prompt is empty; write what the model should answer")
-    text = render(tokenizer, messages, generation_prompt=True)
+    text = render(tokenizer, messages, generation_prompt=True, template_kwargs=template_kwargs)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
         raise InputError("the chat template makes an empty prompt; use --prompt-ids")
@@ -155,18 +175,30 @@ def pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation_prompt: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    generation_prompt: bool = False,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> str:
-    """Render messages with the tokenizer's chat template; raises InputError on failure."""
+    """Render messages with the tokenizer's chat template; raises InputError on failure.
+
+    `template_kwargs` holds the tools and other arguments of the template. A message with the role
+    developer gets the role system unless the template names developers.
+    """
     if not tokenizer.chat_template:
         raise InputError(
             "the tokenizer has no chat template; add one to its tokenizer_config.json, "
             "or work with token ids"
         )
+    template = str(tokenizer.chat_template)
+    if "tool_calls" not in template and any("tool_calls" in message for message in messages):
+        raise InputError("the chat template writes no tool calls; use one that does")
+    if "developer" not in template:
+        as_system = {"role": "system"}
+        messages = [each | as_system if each["role"] == "developer" else each for each in messages]
+    options = {"tokenize": False, "add_generation_prompt": generation_prompt}
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation_prompt
-        )
+        text = tokenizer.apply_chat_template(messages, **options, **template_kwargs)
     except Exception as error:  # a template is a program of its own and may raise anything
         reason = first_line(error)
         raise InputError(
@@ -178,27 +210,31 @@ def render(
 
 
 def _answer_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str
+    write: Callable[..., str], messages: list[Message], text: str
 ) -> tuple[list[tuple[int, int]], bool]:
     """Spans of the answers in the rendered text, as (begin, end) in characters.
 
+    `write` renders messages, and `text` holds all messages as it renders them.
     The second value is True if the text lacks the prompt or the end of a turn as they were
     when that turn was decoded.
     """
     spans, rewritten = [], False
     for i in answer_places(messages):
-        prompt = render(tokenizer, messages[:i], generation_prompt=True)
-        through = text if i + 1 == len(messages) else render(tokenizer, messages[: i + 1])
+        prompt = write(messages[:i], generation_prompt=True)
+        through = text if i + 1 == len(messages) else write(messages[: i + 1])
+        if not text.startswith(through) or not through.startswith(prompt):
+            rewritten = True
+            bare = {name: each for name, each in messages[i].items() if name not in REASONING}
+            through = write([*messages[:i], bare]) if bare != messages[i] else through
         if text.startswith(through) and through.startswith(prompt):
             spans.append((len(prompt), len(through)))
         else:
-            spans.extend(_marked_span(tokenizer, messages, i, text, prompt))
-            rewritten = True
+            spans.extend(_marked_span(write, messages, i, text, prompt))
     return spans, rewritten
 
 
 def _marked_span(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], i: int, text: str, prompt: str
+    write: Callable[..., str], messages: list[Message], i: int, text: str, prompt: str
 ) -> list[tuple[int, int]]:
     """The span of answer `i` under a template that renders earlier turns unlike the last turn.
 
@@ -207,8 +243,28 @@ def _marked_span(
     Empty if the template omits this turn.
     """
     marked = {**messages[i], "content": MARK}
+    if "tool_calls" in marked:  # a template may write a mark and an empty content differently
+        with contextlib.suppress(InputError):
+            if spans := _span_of_mark(write, messages, i, marked, text, prompt):
+                return spans
+        del marked["tool_calls"]
+    return _span_of_mark(write, messages, i, marked, text, prompt)
+
+
+def _span_of_mark(
+    write: Callable[..., str],
+    messages: list[Message],
+    i: int,
+    marked: Message,
+    text: str,
+    prompt: str,
+) -> list[tuple[int, int]]:
+    """The span in `text` of the message that `marked` replaces; empty if the mark is not written.
+
+    Raises InputError if the text around the mark is not the text around the message.
+    """
     try:
-        around = render(tokenizer, [*messages[:i], marked, *messages[i + 1 :]])
+        around = write([*messages[:i], marked, *messages[i + 1 :]])
     except InputError as error:
         raise InputError(
             "the chat template renders this answer and no other one, so its place is not found; "
@@ -223,7 +279,7 @@ def _marked_span(
             "the chat template changes its text around an answer with the answer; "
             "use one that writes each turn once"
         )
-    end_mark = render(tokenizer, [*messages[:i], marked]).partition(MARK)[2]
+    end_mark = write([*messages[:i], marked]).partition(MARK)[2]
     begin = len(prompt) if before.startswith(prompt) else len(before)
     end = len(text) - len(after)
     return [(begin, end + len(end_mark) if after.startswith(end_mark) else end)]

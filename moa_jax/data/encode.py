@@ -97,11 +97,12 @@ def _of_record(record: dict, coder: Coder) -> Encoded:
             raise InputError("an empty text; remove it")
         return Encoded(chunks, records.unread_of(record, ["text"]))
     if config.answers == "reference":
-        messages, unread = reference.reference_messages(record)
-        example = reference.reference_encode(tokenizer, messages, vocab_size, coder.limit)
+        read = reference.reference_messages(record)
+        example = reference.reference_encode(tokenizer, read.messages, vocab_size, coder.limit)
     else:
-        messages, unread = records.read_record(record)
-        example = chat.encode(tokenizer, messages, coder.limit)
+        read = records.read_record(record)
+        example = chat.encode(tokenizer, read.messages, coder.limit, read.template_kwargs)
+    unread = records.unread_by(tokenizer.chat_template, read)
     return Encoded([] if example is None else [example], unread)
 
 
@@ -111,7 +112,7 @@ def _have_other_text(tokenizer: PreTrainedTokenizerBase, answers: list[dict], re
         messages = records.messages_of(record)
     except InputError:  # ids only
         return False
-    for answer, place in zip(answers, records.answer_places(messages), strict=False):
+    for answer, place in zip(answers, records.generated_places(messages), strict=False):
         text = messages[place]["content"].strip()
         decoded = tokenizer.decode(answer["token_ids"], skip_special_tokens=True).strip()
         if decoded != text and "\ufffd" not in decoded:  # ids may hold a part of a character

@@ -11,6 +11,7 @@ import gzip
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -40,8 +41,9 @@ def kind_of(file: Path) -> FileKind:
 def below(path: Path) -> list[Path]:
     """The file itself, or a folder's data files sorted by name.
 
-    Raises InputError if the folder has no data files, or has a data file that is unfinished or in
-    an unsupported compression, whose records would be missing silently.
+    Raises InputError if the folder has no data files, lacks a file of a set with numbers, or has a
+    data file that is unfinished or in an unsupported compression, whose records would be missing
+    silently.
     """
     if path.is_file():
         return [path]
@@ -53,7 +55,25 @@ def below(path: Path) -> list[Path]:
             raise InputError(f"{file} cannot be read as it is; finish its run, unpack or remove it")
     if not data:
         raise InputError(f"{path} holds no data; put {', '.join(endings)} files there")
+    if absent := _absent(data):
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise InputError(
+            f"{path} lacks {absent[0]}{more}; write the missing shards, or name the files instead"
+        )
     return data
+
+
+def _absent(data: list[Path]) -> list[str]:
+    """The missing ones of sets of files like all-00003-of-00008.jsonl, from 0 or 1 on."""
+    present = {str(file) for file in data}
+    parts = {found.group(1, 3, 4) for found in map(SHARD.fullmatch, present) if found}
+    every = {
+        f"{start}-{number:05}-of-{count}{end}"
+        for start, count, end in parts
+        for first in [int(f"{start}-{count}-of-{count}{end}" in present)]
+        for number in range(first, first + int(count))
+    }
+    return sorted(every - present)
 
 
 def locate(path: str) -> Path:
@@ -210,6 +230,7 @@ def _rows(part: Any) -> list[dict | InputError]:
         return [row for i in range(part.num_rows) for row in _rows(part.slice(i, 1))]
 
 
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.\w[^/]*)", re.DOTALL)
 UNREAD = (".partial", ".zst", ".xz", ".bz2", ".zip")  # after the extension of a data file
 JSON = FileKind(_read_json, _count_json)
 KINDS: dict[str, FileKind] = {

@@ -4,47 +4,72 @@
                                                       or [{"from": ..., "value": ...}, ...]
     data                                              [user text, assistant text, ...]
     instruction, input, output                        one turn (Alpaca)
-    prompt                                            one user message, or a list of messages
+    prompt, completion                                one turn, or two lists of messages; the
+                                                      completion may be missing
     system, system_prompt                             beside any of these
+    tools, chat_template_kwargs                       beside any of these: for the chat template;
+                                                      also as JSON text
     text                                              plain text, in a record without messages
     token_ids, answers                                token ids, which precede all others
 
 A key whose value is null or empty counts as absent: tables that mix two styles hold such values.
-All programs read records through this module, so they read a file identically.
+All programs read records through this module, so they read a file identically. A message may have
+the role `tool`, and the fields `tool_calls`, `tool_call_id`, `name` and `reasoning_content` for the
+chat template.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from moa_jax.errors import InputError
 
-Message = dict[str, str]  # role: system, user or assistant; content: text
+T = TypeVar("T", list, dict)
+
+Message = dict[str, Any]  # role: a value of ROLES; content: text; and FIELDS that are not empty
 
 ROLES = {
     "system": "system",
-    "developer": "system",
+    "developer": "developer",  # `system` for a chat template that does not name it
     "user": "user",
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
 }
+INSTRUCTIONS = ("system", "developer")
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names that chat templates use
+FIELDS = (*REASONING, "tool_calls", "tool_call_id", "name")
 STYLES = ("messages", "history", "conversations", "conversation", "data", "instruction", "prompt")
 SYSTEM = ("system", "system_prompt")
+FOR_TEMPLATE = ("tools", "chat_template_kwargs")
 ABOUT = ("id", "source", "license")  # metadata of a record, not part of its text
+COLUMNS = (*STYLES, "input", "output", "completion", "text", *SYSTEM, *FOR_TEMPLATE, *ABOUT)
+NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+# Arguments of a chat template that the programs set.
+RESERVED = ("chat_template", "tokenize", "add_generation_prompt", "continue_final_message", "tools")
 
 
 class ReadRecord(NamedTuple):
-    """The messages of a record, and the names of its keys that are not read."""
+    """The messages of a record, and the names of its keys that are not read.
+
+    `template_kwargs` holds the `tools` and other arguments for the chat template.
+    """
 
     messages: list[Message]
     unread: tuple[str, ...]
+    template_kwargs: Mapping[str, Any] = NO_KWARGS
 
 
 def messages_of(record: dict[str, Any]) -> list[Message]:
-    """The messages of a record, with the roles system, user and assistant.
+    """The messages of a record, with the roles in ROLES.
 
     Raises InputError as `read_record`.
     """
@@ -55,7 +80,8 @@ def read_record(record: dict[str, Any]) -> ReadRecord:
     """The messages of a record, and the names of its keys that are not read.
 
     Content in parts becomes the parts' text. Raises InputError for an unknown style, an unknown
-    role, an empty message and a part that is not text; equal faults have equal messages.
+    role, an empty message, a part that is not text, and tools or arguments of the chat template
+    that are not JSON; equal faults have equal messages.
     """
     style = next((style for style in STYLES if record.get(style)), None)
     if style is None:
@@ -64,12 +90,15 @@ def read_record(record: dict[str, Any]) -> ReadRecord:
     messages = list(map(_message, turns))
     if style == "instruction":
         keys += ("input", "output")
+    if style == "prompt":
+        keys.append("completion")
     system = next((key for key in SYSTEM if _text(record, key)), None)
-    if system is not None and not any(message["role"] == "system" for message in messages):
+    if system is not None and not any(each["role"] in INSTRUCTIONS for each in messages):
         messages.insert(0, {"role": "system", "content": _text(record, system)})
         keys.append(system)
     within = dict.fromkeys(f"{style}.{name}" for turn in turns for name in _rest(turn))
-    return ReadRecord(messages, (*unread_of(record, keys, messages), *within))
+    unread = (*unread_of(record, [*keys, *FOR_TEMPLATE], messages), *within)
+    return ReadRecord(messages, unread, _template_kwargs(record))
 
 
 def prompt_of(messages: list[Message]) -> list[Message]:
@@ -91,9 +120,20 @@ def answer_places(messages: list[Message]) -> list[int]:
     return [i for i, role in enumerate(roles) if role == "assistant" and i > first]
 
 
+def generated_places(messages: list[Message]) -> list[int]:
+    """Indices of the answers that `train.regenerate` replaces.
+
+    An answer before a message of a tool stays: that message replies to the calls of this answer.
+    """
+    followers = [message["role"] for message in messages[1:]] + [""]
+    return [i for i in answer_places(messages) if followers[i] != "tool"]
+
+
 def plain_text_of(record: dict[str, Any]) -> str | None:
     """The `text` of a record without messages; None if the record has messages or no text."""
-    text, others = record.get("text"), set(STYLES) - {"prompt"}  # no answer follows a bare prompt
+    text, others = record.get("text"), {*STYLES, "completion"}
+    if not (record.get("prompt") and record.get("completion")):  # either alone has no answer
+        others -= {"prompt", "completion"}
     return text if isinstance(text, str) and not any(map(record.get, others)) else None
 
 
@@ -110,14 +150,31 @@ def unread_of(
     )
 
 
-def unread_keys(record: dict[str, Any]) -> tuple[str, ...]:
-    """The keys that are not read; () for records of token ids and for records without messages."""
+def unread_keys(record: dict[str, Any], template: Any = None) -> tuple[str, ...]:
+    """The keys that are not read; () for records of token ids and for records without messages.
+
+    `template` is the chat template, if known, as in `unread_by`.
+    """
     if answers_of(record) is not None:
         return ()
     try:
-        return read_record(record).unread
+        return unread_by(template, read_record(record))
     except InputError:
         return ()
+
+
+def unread_by(template: Any, read: ReadRecord) -> tuple[str, ...]:
+    """The keys of a record that are not read, here or by the chat template; None reads all.
+
+    A template may ignore tools, other arguments and reasoning.
+    """
+    if template is None:
+        return read.unread
+    given = [n if n == "tools" else f"chat_template_kwargs.{n}" for n in read.template_kwargs]
+    if not any(name in str(template) for name in REASONING):  # transformers gives it by all names
+        given += sorted({name for message in read.messages for name in message} & set(REASONING))
+    ignored = (name for name in given if name.rpartition(".")[2] not in str(template))
+    return (*read.unread, *ignored)
 
 
 def answers_of(record: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -162,7 +219,7 @@ def _no_messages(record: dict[str, Any]) -> InputError:
         return InputError("a record of plain text without messages; give it `messages`")
     return InputError(
         "a record of unknown style; give it `messages`, `history`, `conversations`, "
-        "`data`, `prompt`, or `instruction` and `output`"
+        "`data`, `prompt`, or `instruction` and `output`, or end the path with ?messages=COLUMN"
     )
 
 
@@ -173,11 +230,13 @@ def _turns(record: dict[str, Any], style: str) -> list[Any]:
         return _in_turn(["\n\n".join(asked), *filter(None, [_text(record, "output")])])
     if style == "prompt":
         if _has_roles(record["prompt"]):
-            return list(record["prompt"])
-        prompt = text_of_parts(record["prompt"])
-        if not isinstance(prompt, str):
+            completion = record.get("completion")
+            if not _has_roles(completion):
+                completion = _in_turn(["", *filter(None, [_text(record, "completion")])])[1:]
+            return [*record["prompt"], *completion]
+        if not isinstance(prompt := text_of_parts(record["prompt"]), str):
             raise InputError("a record whose `prompt` is not text; write a string")
-        return _in_turn([prompt])
+        return _in_turn([prompt, *filter(None, [_text(record, "completion")])])
     turns = _objects(record[style])
     if not isinstance(turns, list | tuple):
         raise InputError(f"a record whose `{style}` is not a list; write a list of messages")
@@ -227,16 +286,71 @@ def _role(turn: Any) -> str:
         raise InputError("a message that is not an object; write role and content")
     name = _first(turn, "role", "from")
     if not isinstance(name, str) or name not in ROLES:
-        raise InputError(f"a message with role {name!r}; use system, user or assistant")
+        raise InputError(f"a message with role {name!r}; use system, user, assistant or tool")
     return ROLES[name]
 
 
 def _message(turn: Any) -> Message:
     role, content = _role(turn), text_of_parts(_first(turn, "content", "value"))
+    rest = {name: turn[name] for name in FIELDS if turn.get(name)}
+    calls = [_call(each) for each in _from_json("tool_calls", rest.pop("tool_calls", None), list)]
+    if (name := next((n for n in rest if not isinstance(rest[n], str)), None)) is not None:
+        raise InputError(f"a message whose `{name}` is not text; write a string")
+    if calls:
+        rest, content = rest | {"tool_calls": calls}, content or ""
     # Without a system message a template may add its own; with an empty one it does not.
-    if not isinstance(content, str) or not (content.strip() or role == "system"):
+    may_be_empty = calls or role in (*INSTRUCTIONS, "tool")
+    if not isinstance(content, str) or not (content.strip() or may_be_empty):
         raise InputError("a message without text; fill or remove it")
-    return {"role": role, "content": content}
+    return {"role": role, "content": content, **rest}
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A tool call with its arguments as an object, which chat templates write as JSON."""
+    inner = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(inner, dict):
+        raise InputError("a message whose `tool_calls` are not objects; write name and arguments")
+    if isinstance(inner.get("arguments"), str):
+        with contextlib.suppress(ValueError):
+            inner = {**inner, "arguments": json.loads(inner["arguments"])}
+    return {**call, "function": inner} if "function" in call else inner
+
+
+def _template_kwargs(record: dict[str, Any]) -> Mapping[str, Any]:
+    """The arguments for the chat template; raises InputError for names that programs set."""
+    found = _from_json("chat_template_kwargs", record.get("chat_template_kwargs"), dict)
+    check_template_kwargs(found, "`chat_template_kwargs`")
+    tools = _from_json("tools", record.get("tools"), list)
+    return {**found, "tools": tools} if tools else found
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any], name: str) -> None:
+    """Raises InputError for an argument of the chat template that the programs set."""
+    if taken := kwargs.keys() & set(RESERVED):
+        raise InputError(f"{name} sets {min(taken)}; leave it out")
+
+
+def _from_json(key: str, value: Any, kind: type[T]) -> T:
+    """A list or an object, also from JSON text; empty for a missing value.
+
+    Keys with null are left out: tables write them into objects with different keys.
+    """
+    try:
+        value = json.loads(value) if isinstance(value, str) and value.strip() else value
+    except ValueError as error:
+        raise InputError(f"a record whose `{key}` is not JSON; write JSON") from error
+    if value is None or value == "" or value != value:  # tables write NaN for missing values
+        return kind()
+    if not isinstance(value, kind):
+        what = "a list" if kind is list else "an object"
+        raise InputError(f"a record whose `{key}` is not {what}; write {what}")
+    return _without_nulls(value)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
 def _rest(turn: dict[str, Any]) -> list[str]:
@@ -244,4 +358,4 @@ def _rest(turn: dict[str, Any]) -> list[str]:
     role = "from" if turn.get("role") is None else "role"
     content = "value" if turn.get("content") is None else "content"
     filled = (name for name, value in turn.items() if value not in (None, "", [], {}))
-    return [name for name in filled if name not in (role, content)]
+    return [name for name in filled if name not in (role, content, *FIELDS)]

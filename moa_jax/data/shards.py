@@ -37,7 +37,7 @@ from moa_jax.files.paths import is_stored, size_and_time
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 2  # raise when the same input makes other rows
+FORMAT = 3  # raise when the same input makes other rows
 MANIFEST = "manifest.json"
 ABANDONED_S = 3600.0  # a running build writes more often than this
 OPEN_FILES = 256  # mapped at a time; each costs a file descriptor

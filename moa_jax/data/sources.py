@@ -7,26 +7,28 @@
     hub:HuggingFaceH4/ultrachat_200k@REVISION/train_sft    at a commit, a tag or a branch
     hub:FOLDER/SPLIT                        a folder of data files, or of `save_to_disk`
     tfds:NAME/SPLIT                         through `tensorflow_datasets`
+    PATH?messages=dialog&system=rules       any of these whose columns have other names
 
 JSON Lines and datasets are streamed; only the current record is kept in memory.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from moa_jax.data import files
 from moa_jax.data.files import Found, locate
+from moa_jax.data.records import COLUMNS
 from moa_jax.errors import InputError, first_line
+from moa_jax.files.hub import quiet_hub
 
 __all__ = [
     "count",
     "files_of",
+    "hub_id",
     "is_from",
     "locate",
     "read",
@@ -62,10 +64,14 @@ def read_all(path: str) -> Found:
     """
     kind, name = _kind(path)
     if kind == "hub":
-        return _read_hub(name)
-    if kind == "tfds":
-        return _read_tfds(name)
-    return itertools.chain.from_iterable(files.kind_of(f).read(f) for f in files_of(path))
+        found = _read_hub(name)
+    elif kind == "tfds":
+        found = _read_tfds(name)
+    else:
+        parts = (files.kind_of(file).read(file) for file in files_of(path))
+        found = itertools.chain.from_iterable(parts)
+    columns = _columns_of(path)
+    return ((place, _renamed(record, columns)) for place, record in found) if columns else found
 
 
 def read_some(path: str, sources: Sequence[str]) -> Found:
@@ -104,6 +110,7 @@ def count(path: str) -> int | None:
 
 def files_of(path: str) -> list[Path]:
     """The local files of a path, in reading order; none for a hub id or tfds name."""
+    path = _without_columns(path)
     kind, name = _kind(path)
     if kind == "tfds":
         return []
@@ -113,9 +120,47 @@ def files_of(path: str) -> list[Path]:
     return files.below(locate(path))
 
 
+def hub_id(path: str) -> str | None:
+    """The id of a `hub:` dataset; None for files, for tfds and for a folder of this machine."""
+    kind, name = _kind(path)
+    dataset = name.rpartition("/")[0]
+    if kind != "hub" or Path(dataset).expanduser().exists():
+        return None
+    return dataset.partition("@")[0].partition(":")[0]
+
+
 def _kind(path: str) -> tuple[str, str]:
+    path = _without_columns(path)
     kind, _, name = path.partition(":")
     return (kind, name) if kind in ("hub", "tfds") else ("", path)
+
+
+def _without_columns(path: str) -> str:
+    return path.rpartition("?")[0] if _columns_of(path) else path
+
+
+def _columns_of(path: str) -> dict[str, str]:
+    """The column of each key that the end of a path renames: `?messages=dialog&system=rules`."""
+    name, _, query = path.rpartition("?")
+    if not name or "=" not in query:
+        return {}
+    pairs = [pair.partition("=")[::2] for pair in query.split("&")]
+    for key, column in pairs:
+        if key not in COLUMNS or not column:
+            known = ", ".join(COLUMNS)
+            fault = f"{key!r} names no key of records" if column else f"{key} names no column"
+            raise InputError(f"{path}: {fault}; write KEY=COLUMN with a key of {known}")
+    return dict(pairs)
+
+
+def _renamed(record: dict | InputError, columns: dict[str, str]) -> dict | InputError:
+    """A record with its columns under the names of keys; an InputError if it has none of them."""
+    if isinstance(record, InputError):
+        return record
+    if not columns.values() & record.keys():
+        return InputError(f"without the column {' or '.join(columns.values())}; see the path")
+    rest = {name: each for name, each in record.items() if name not in columns.values()}
+    return rest | {key: record[name] for key, name in columns.items() if name in record}
 
 
 def _sound(found: Found) -> Records:
@@ -143,24 +188,12 @@ def _open_hub(name: str) -> Any:
         if (saved / "state.json").is_file():
             return datasets.load_from_disk(saved)
         at = ("",) if Path(dataset).exists() else dataset.partition("@")[1:]
-        hub_id, _, config = dataset.removesuffix("".join(at)).partition(":")
+        name_on_hub, _, config = dataset.removesuffix("".join(at)).partition(":")
         rest = {"revision": at[-1] or None, "split": split, "streaming": True}
-        with _quiet_retries():
-            return datasets.load_dataset(hub_id, config or None, **rest)
+        with quiet_hub():
+            return datasets.load_dataset(name_on_hub, config or None, **rest)
     except Exception as error:  # network, unknown name, unknown split: each of another type
         raise _unavailable("hub", name, error) from error
-
-
-@contextlib.contextmanager
-def _quiet_retries() -> Iterator[None]:
-    """Silence the hub client's report of each retry; the final error is reported once."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _read_tfds(name: str) -> Found:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from moa_jax.errors import InputError, first_line
 from moa_jax.files.paths import check_folder
+from moa_jax.files.turn_ends import chat_template_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,12 +84,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if Path(path).is_dir() and not (Path(path) / "tokenizer.json").is_file():
         raise InputError(f"{path} holds no tokenizer.json; name a folder with a fast tokenizer")
     try:
-        return AutoTokenizer.from_pretrained(str(path))
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
     except Exception as error:  # transformers and huggingface_hub raise a dozen unrelated types
         raise InputError(
             f"cannot load the tokenizer {path}; name a folder that holds tokenizer.json, "
             f"or a hub id while there is a network ({first_line(error)})"
         ) from error
+    if not tokenizer.chat_template:  # chat_template.json is a processor's file
+        tokenizer.chat_template = chat_template_of(Path(path))
+    return tokenizer
 
 
 def _train_bpe(texts: Iterator[str], vocab_size: int):

@@ -8,5 +8,7 @@ detokenize.py   detokenizer, stop strings    limits.py      limits of a cache an
 exactness.py    where two answers differ     finite.py      errors for NaN and infinity
 background.py   a worker thread, limit on programs
 row_settings.py   settings of a request as arrays
+banned.py         min_tokens and bad_words
+slots.py          the state of all slots of an engine, and the rows of a batch
 draft_vocabulary.py   which tokens are drafted
 """

@@ -126,6 +126,11 @@ def _trim_malloc() -> None:
 
 _ALL: weakref.WeakSet[BackgroundWorker] = weakref.WeakSet()
 
+# At exit, functions run in reverse order of registration. The finalizers of `weakref` take the
+# constants from a trace that is not complete ("KeyError: Var(...)"), so a running job must end
+# first: the first finalizer, which registers them all, is created before `_stop_all`.
+weakref.finalize(_ALL, bool)
+
 
 @atexit.register
 def _stop_all() -> None:

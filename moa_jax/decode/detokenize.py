@@ -31,16 +31,22 @@ class Detokenizer:
     character, and keeps the other bytes. Without a tokenizer the text is the ids.
     """
 
-    def __init__(self, tokenizer: Any | None, skip_special: bool = True) -> None:
-        self._tokenizer, self._skip_special = tokenizer, skip_special
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        skip_special: bool = True,
+        tags: frozenset[str] = frozenset(),
+    ) -> None:
+        """With `skip_special`, special tokens have no text, except those that are `tags`."""
+        self._tokenizer, self._skip_special = tokenizer, skip_special and not tags
         self._backend = backend = getattr(tokenizer, "backend_tokenizer", None)
         self._hidden: set[int] = set()  # special tokens
         self._byte_of: dict[int, int] = {}  # the bytes of byte tokens, if the tokenizer has any
         if backend is None:  # no tokenizer, or a tokenizer without a `tokenizers` decoder
             return
         if skip_special:
-            added = backend.get_added_tokens_decoder()
-            self._hidden = {token for token, each in added.items() if each.special}
+            special = special_ids(tokenizer)
+            self._hidden = {token for text, token in special.items() if text not in tags}
         self._token_of = [backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         tokens = [self._token_of[byte] for byte in HALF.encode()]
         if None not in tokens and backend.decode(tokens) == HALF:
@@ -85,10 +91,20 @@ class Detokenizer:
         return found, waiting
 
 
-@functools.lru_cache(maxsize=4)
-def detokenizer_of(tokenizer: Any | None, skip_special: bool = True) -> Detokenizer:
+@functools.lru_cache(maxsize=8)
+def detokenizer_of(
+    tokenizer: Any | None, skip_special: bool = True, tags: frozenset[str] = frozenset()
+) -> Detokenizer:
     """Returns a tokenizer's cached detokenizer; its tables take longer than decoding an answer."""
-    return Detokenizer(tokenizer, skip_special)
+    return Detokenizer(tokenizer, skip_special, tags)
+
+
+def special_ids(tokenizer: Any) -> dict[str, int]:
+    """Returns the ids of special tokens, by text; none for a tokenizer of another package."""
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        return {}
+    added = backend.get_added_tokens_decoder()
+    return {each.content: token for token, each in added.items() if each.special}
 
 
 class GrowingText:
@@ -105,16 +121,20 @@ class GrowingText:
         *,
         keep_stop: bool = False,
         skip_special: bool = True,
+        tags: frozenset[str] = frozenset(),
         preceding: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         """Without a tokenizer the text is the token ids.
 
-        `keep_stop` keeps the stop string in the text, and `skip_special` drops special tokens.
+        `keep_stop` keeps the stop string in the text, and `skip_special` drops special tokens that
+        are not `tags`.
+        A stop string that is complete after `min_tokens` tokens or fewer does not stop the answer.
         `preceding` holds the tokens before the answer: some tokenizers drop the first space of a
         text, which must be kept if the answer continues other text.
         """
-        self._detokenizer = detokenizer_of(tokenizer, skip_special)
-        self._stops, self._keep_stop = tuple(stops), keep_stop
+        self._detokenizer = detokenizer_of(tokenizer, skip_special, tags)
+        self._stops, self._keep_stop, self._min_tokens = tuple(stops), keep_stop, min_tokens
         before = [] if tokenizer is None else self._detokenizer.visible(preceding)
         self._window = before[-CONTEXT:]  # the last tokens; the list is never mutated
         self._last, waiting = self._detokenizer.growing(self._window)  # text of the window
@@ -142,7 +162,11 @@ class GrowingText:
         """Returns the text that was held back; call this method after the last token."""
         if self.stop is not None:
             return ""
-        return before_stop(self._waits + self._last[self._sure :], self._stops) or ""
+        return before_stop(self._waits + self._last[self._sure :], self._active_stops) or ""
+
+    @property
+    def _active_stops(self) -> tuple[str, ...]:
+        return () if self.num_tokens <= self._min_tokens else self._stops
 
     def _take(self, tokens: Sequence[int]) -> None:
         """Decodes the window with more tokens."""
@@ -162,7 +186,8 @@ class GrowingText:
 
     def _released(self) -> str:
         """Returns the final text before a stop string, or before characters that may begin one."""
-        found = [(self._waits.find(stop), stop) for stop in self._stops if stop in self._waits]
+        stops = [stop for stop in self._active_stops if stop in self._waits]
+        found = [(self._waits.find(stop), stop) for stop in stops]
         if found:
             place, self.stop = min(found)
             ready = place + len(self.stop) * self._keep_stop
@@ -236,7 +261,7 @@ class StopFinder:
 def held_back(text: str, stops: Sequence[str]) -> int:
     """Returns the number of characters at the end of a text that may begin a stop string."""
     ends = (
-        next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+        next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
         for stop in stops
     )
     return max(ends, default=0)

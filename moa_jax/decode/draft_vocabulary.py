@@ -29,10 +29,6 @@ from moa_jax.files import token_ids, whole_files
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 
 FILE = "draft_vocabulary.safetensors"  # in a drafter's folder
-# For a target with more tokens than this, the head is most of a drafter's memory traffic, so the
-# draft vocabulary in the drafter's folder is the default. A smaller head costs less than the drafts
-# that a draft vocabulary misses.
-MANY_TOKENS = 65_536
 _D2T, _T2D, _VOCABULARY = "d2t", "t2d", "vocabulary"
 _FILE_SHA256 = "tokenizer_sha256"  # hash of tokenizer.json, in files of earlier versions
 _DTYPES = {_D2T: ("I64", "I32"), _T2D: ("BOOL",)}
@@ -121,22 +117,12 @@ def content_of(vocabulary: DraftVocabulary) -> bytes:
     return save({_D2T: ids - np.arange(len(ids)), _T2D: t2d_V}, metadata)
 
 
-def default_vocabulary(target: Target, drafter: LoadedDrafter) -> DraftVocabulary | None:
-    """Returns the default draft vocabulary of a drafter; None is the target's whole vocabulary.
-
-    The default is the vocabulary in the drafter's folder if the target has more than MANY_TOKENS
-    tokens, else None. Raises InputError as `load_vocabulary`.
-    """
-    if target.config.vocab_size <= MANY_TOKENS:
-        return None
-    return vocabulary_beside(target, drafter)
-
-
 def vocabulary_beside(target: Target, drafter: LoadedDrafter) -> DraftVocabulary | None:
     """Returns the draft vocabulary in a drafter's folder; None if the folder has no such file.
 
-    A drafter with a head of its own does not use the target's head, so the result is None. Raises
-    InputError as `load_vocabulary`.
+    Programs draft from these tokens by default, since `train.distill` may have trained the drafter
+    for these tokens only. A drafter with a head of its own does not use the target's head, so the
+    result is None. Raises InputError as `load_vocabulary`.
     """
     path = drafter.folder / FILE
     if functions_of(drafter, target.config).own_head or not path.is_file():

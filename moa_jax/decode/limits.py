@@ -15,8 +15,17 @@ from typing import Any, NamedTuple
 from moa_jax.config.checks import whole_numbers
 from moa_jax.decode.programs import ROWS_OF_A_TILE, bucket, cache_rows_for
 from moa_jax.errors import InputError
+from moa_jax.speculation.controller import ROUNDS
 
 MOST_STOPS = 64  # stop ids per answer
+
+
+def rows_ahead(draft_rows: int, levels: int, chunk: int) -> int:
+    """Returns the rows that calls may have written after the tokens of a sequence that a host has.
+
+    A pass writes a draft of `draft_rows` or a chunk; a call in flight commits tokens before that.
+    """
+    return max(draft_rows, chunk) + ROUNDS * levels
 
 
 class CacheLimits(NamedTuple):

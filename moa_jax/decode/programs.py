@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from moa_jax.model import sharding
+from moa_jax.model import cache, sharding
 from moa_jax.runtime.precision import matmul_precision
 
 SMALLEST_BUCKET = 32
-ROWS_OF_A_TILE = 128  # XLA pads caches of other sizes in every layer and round
+ROWS_OF_A_TILE = cache.TILE
 
 # For products of few rows XLA splits the summed axis (split-K), and adds the partial sums in a
 # second kernel. Without the split, the sum, the residual and the next norm are one kernel, unless

@@ -2,7 +2,7 @@
 
 row_settings(sampling, ...)     host arrays of one row, made when a request arrives
 joined(rows)                    the rows of a call
-batch_sampling(vocab_size)      on the device: keys from seeds, and biases over the vocabulary
+batch_sampling(vocab_size)      on the device: keys from seeds, biases and masks over the vocabulary
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import numpy as np
 
 from moa_jax.config import Sampling
 from moa_jax.config.checks import is_id
+from moa_jax.decode.banned import bans_of, has_bans
 from moa_jax.decode.limits import MOST_STOPS, check_stops
 from moa_jax.decode.sampling import BatchSampling, host_batch_sampling, with_keys
 from moa_jax.errors import InputError
 
 MOST_BIASES = 1024  # ids of a `logit_bias`
+WORD = 32  # bits of a word of a bitmask
 
 
 class Biases(NamedTuple):
@@ -39,10 +41,16 @@ class RowSettings(NamedTuple):
     stop_ids_BX: jax.Array  # -1 matches nothing
     sampling: BatchSampling  # with key data instead of keys, and without biases
     biases: Biases | None  # None: all rows are greedy, without other parameters
+    # int32 words whose bits are the tokens that are allowed after each of N nodes; None: all are
+    bitmask_BNW: jax.Array | None = None
 
     def batch_sampling(self, vocab_size: int) -> BatchSampling:
-        """Returns the sampling settings with keys and biases."""
+        """Returns the sampling settings with keys, masks and biases."""
         sampling = with_keys(self.sampling)
+        if self.bitmask_BNW is not None:
+            bits_BNWb = self.bitmask_BNW[..., None] >> jnp.arange(WORD) & 1
+            bits_BNX = bits_BNWb.reshape(*bits_BNWb.shape[:2], -1)
+            sampling = sampling._replace(allowed_BNV=bits_BNX[..., :vocab_size] > 0)
         if self.biases is None:
             return sampling
         zero_BV = jnp.zeros((len(self.total_B), vocab_size), jnp.float32)
@@ -60,12 +68,19 @@ def is_sampled(sampling: Sampling) -> bool:
 
 
 def row_settings(
-    sampling: Sampling, prompt_length: int, total: int, stop_ids: Sequence[int], vocab_size: int
+    sampling: Sampling,
+    prompt_length: int,
+    total: int,
+    stop_ids: Sequence[int],
+    vocab_size: int,
+    bitmask_W: np.ndarray | None = None,
 ) -> RowSettings:
     """Returns the settings of one row, as host arrays.
 
-    A stop id outside the vocabulary has no effect. Raises InputError for too many stop ids or
-    biases, and for a bias of an id outside the vocabulary.
+    `bitmask_W` has the tokens that a grammar allows after the prompt, by default all. A stop id
+    outside the vocabulary has no effect. Raises InputError for too many stop ids, biases or bad
+    words, for a bias or a bad word outside the vocabulary, and for bans beside a grammar, which
+    could leave no token.
     """
     check_stops(stop_ids)
     if len(sampling.logit_bias) > MOST_BIASES:
@@ -81,13 +96,32 @@ def row_settings(
             raise InputError(f"logit_bias names the id {token} of {vocab_size}; use others")
         ids_1X[0, place], values_1X[0, place] = token, bias
     unbiased = dataclasses.replace(sampling, logit_bias=())
-    batch_sampling = host_batch_sampling([unbiased], vocab_size, whole=True)
-    numbers = (np.array([value], np.int32) for value in (total, prompt_length))
-    return RowSettings(*numbers, stops_1X, batch_sampling, Biases(ids_1X, values_1X))
+    total_1, length_1 = (np.array([value], np.int32) for value in (total, prompt_length))
+    batch_sampling = host_batch_sampling([unbiased], vocab_size, whole=True)._replace(
+        bans=bans_of([sampling], length_1, stops_1X, vocab_size)
+    )
+    if bitmask_W is None:
+        bitmask_W = full_bitmask(vocab_size)
+    elif has_bans(sampling):
+        raise InputError("a grammar goes without min_tokens and bad_words; leave them out")
+    biases = Biases(ids_1X, values_1X)
+    return RowSettings(total_1, length_1, stops_1X, batch_sampling, biases, bitmask_W[None, None])
 
 
-def joined(rows: Sequence[RowSettings], sampled: bool) -> RowSettings:
-    """Stacks the settings of several rows, for a program of greedy or of sampled rows."""
+def full_bitmask(vocab_size: int, *axes: int) -> np.ndarray:
+    """Returns words (*axes, W) that allow all tokens."""
+    return np.full((*axes, -(-vocab_size // WORD)), -1, np.int32)
+
+
+def joined(
+    rows: Sequence[RowSettings], sampled: bool, bitmask_BNW: np.ndarray | None = None
+) -> RowSettings:
+    """Stacks the settings of several rows, for a program of greedy or of sampled rows.
+
+    The masks are those of the call, since the masks of the rows are only for the first token.
+    """
+    rows = [row._replace(bitmask_BNW=None) for row in rows]
     if not sampled:
         rows = [row._replace(sampling=BatchSampling(), biases=None) for row in rows]
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *rows)
+    found = jax.tree.map(lambda *leaves: np.concatenate(leaves), *rows)
+    return found._replace(bitmask_BNW=bitmask_BNW)

@@ -1,6 +1,7 @@
 """Sampling of the token after a node from the target's distribution under sampling settings.
 
-    logits -> bias -> penalties -> temperature -> top-k -> top-p -> min-p = log-probabilities
+    logits -> bans, mask -> bias -> penalties -> temperature -> top-k -> top-p -> min-p
+           = log-probabilities
     sample:  argmax(log-probabilities + Gumbel noise); the noise depends on (row's seed, position)
 
 Penalties, in the order of vLLM's sampler (transformers has the same order of bias and repetition):
@@ -31,6 +32,7 @@ from jax import lax
 
 from moa_jax.config import Sampling
 from moa_jax.config.checks import is_id
+from moa_jax.decode.banned import Bans, no_recent, recent_after, without_banned
 from moa_jax.drafters.api import NO_TOKEN, Tree
 from moa_jax.errors import InputError
 from moa_jax.model.topk import finite_argmax, in_pieces
@@ -52,6 +54,9 @@ class BatchSampling(NamedTuple):
     presence_B: Array | None = None  # None if and only if `frequency_B` is None
     frequency_B: Array | None = None
     bias_BV: Array | None = None  # added to the logits
+    bans: Bans | None = None
+    # bool, the tokens that a grammar allows after each node of the call; drafts ignore it
+    allowed_BNV: Array | None = None
 
     @property
     def penalises(self) -> bool:
@@ -152,6 +157,8 @@ def apply_penalties(
 
 def after(batch_sampling: BatchSampling, logits_BNV: Array, token_counts: TokenCounts) -> Array:
     """Returns adjusted logits if all rows are greedy, else log-probabilities of the next token."""
+    if batch_sampling.allowed_BNV is not None:
+        logits_BNV = jnp.where(batch_sampling.allowed_BNV, logits_BNV, -jnp.inf)
     logits_BNV = apply_penalties(batch_sampling, logits_BNV, token_counts, batch_sampling.bias_BV)
     return logits_BNV if batch_sampling.key_B is None else log_probs(batch_sampling, logits_BNV)
 
@@ -169,6 +176,9 @@ def perturbed_logits(
     vocabulary; `token_counts` always spans the whole vocabulary.
     """
     ids_U, vocab_size = vocabulary or (slice(None), logits_BNU.shape[-1])
+    if batch_sampling.bans is not None:
+        recent = (token_counts.recent, position_BN)
+        logits_BNU = without_banned(batch_sampling.bans, logits_BNU, *recent)
     after_BNU = after(batch_sampling, logits_BNU, token_counts.of(ids_U))
     if batch_sampling.key_B is None:
         return after_BNU
@@ -183,10 +193,11 @@ class TokenCounts(NamedTuple):
 
     seen: Array | None = None  # whether prompt or answer has the token, for a repetition penalty
     times: Array | None = None  # occurrences in the answer, for the other penalties
+    recent: Array | None = None  # the answer's last R tokens, for bans; NO_TOKEN before the answer
 
     def of(self, ids_U: Array | slice) -> TokenCounts:
-        """Returns the counts of these tokens only."""
-        return jax.tree.map(lambda leaf: leaf[..., ids_U], self)
+        """Returns the counts of these tokens only, without the last tokens."""
+        return jax.tree.map(lambda leaf: leaf[..., ids_U], self._replace(recent=None))
 
     def each(self) -> TokenCounts:
         """Returns the counts of rows (B, V) as those of one node per row (B, 1, V)."""
@@ -205,7 +216,7 @@ def counts_in(
     `count` includes the newest token. Negative tokens are ignored.
     """
     token_counts = empty_counts(batch_sampling, len(tokens_BC), vocab_size)
-    if not batch_sampling.penalises:
+    if not jax.tree.leaves(token_counts):
         return token_counts
     is_prompt_BC = jnp.arange(tokens_BC.shape[1]) < prompt_length_B[:, None]
     answer_BC = jnp.where(is_prompt_BC, NO_TOKEN, tokens_BC)
@@ -220,8 +231,11 @@ def empty_counts(batch_sampling: BatchSampling, batch: int, vocab_size: int) -> 
     blank = lambda penalty_B, dtype: (
         None if penalty_B is None else jnp.zeros((batch, vocab_size), dtype)
     )
+    bans = batch_sampling.bans
     return TokenCounts(
-        blank(batch_sampling.repetition_B, bool), blank(batch_sampling.presence_B, jnp.int32)
+        blank(batch_sampling.repetition_B, bool),
+        blank(batch_sampling.presence_B, jnp.int32),
+        None if bans is None else no_recent(bans, batch),
     )
 
 
@@ -243,21 +257,23 @@ def add_answer_tokens(
     """Adds the first `count` tokens, or all, to the answers; negative tokens are ignored."""
     if not jax.tree.leaves(token_counts):
         return token_counts
+    recent = token_counts.recent
+    if recent is not None:
+        recent = recent_after(recent, tokens_BT, count_B)
     if count_B is not None:
         index_T = jnp.arange(tokens_BT.shape[1])
         tokens_BT = jnp.where(index_T < count_B[:, None], tokens_BT, NO_TOKEN)
-    return jax.tree.map(
-        lambda leaf_BNV: leaf_BNV[:, 0], along_paths(token_counts, tokens_BT[:, None])
-    )
+    along = along_paths(token_counts, tokens_BT[:, None])
+    return jax.tree.map(lambda leaf_BNV: leaf_BNV[:, 0], along)._replace(recent=recent)
 
 
 def along_paths(token_counts: TokenCounts, path_BNP: Array) -> TokenCounts:
     """Returns the counts per node: those of the node's row plus the P tokens of the node's path.
 
     A path does not include the root, because the row already counts the root. Negative tokens are
-    ignored.
+    ignored. The result has no last tokens.
     """
-    seen_BV, times_BV = token_counts
+    seen_BV, times_BV, _ = token_counts
     return TokenCounts(
         None if seen_BV is None else _at(seen_BV, path_BNP).set(True, mode="drop"),
         None if times_BV is None else _at(times_BV, path_BNP).add(1, mode="drop"),

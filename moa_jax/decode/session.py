@@ -8,7 +8,6 @@ result, = generate(target, drafter, [prompt_ids], max_new_tokens=128)
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -23,11 +22,13 @@ from moa_jax.config import DraftShape, Sampling
 from moa_jax.config.checks import unboxed, whole_numbers
 from moa_jax.decode import logprobs, step
 from moa_jax.decode.background import BackgroundWorker, can_compile_more
-from moa_jax.decode.draft_vocabulary import DraftVocabulary
+from moa_jax.decode.banned import bans_of, has_bans
+from moa_jax.decode.draft_vocabulary import DraftVocabulary, vocabulary_beside
 from moa_jax.decode.generation import Generation, LoopArrays, Result, StopWhen, shapes_of
-from moa_jax.decode.limits import CacheLimits, prompt_ids_of
+from moa_jax.decode.limits import CacheLimits, prompt_ids_of, rows_ahead
 from moa_jax.decode.programs import ROWS_OF_A_TILE, Programs, cache_rows_for, chunks_for
 from moa_jax.decode.sampling import BatchSampling, make_batch_sampling
+from moa_jax.decode.slots import common_prefix
 from moa_jax.decode.state import (
     NEVER,
     DecodeState,
@@ -38,7 +39,7 @@ from moa_jax.decode.state import (
 )
 from moa_jax.drafters.api import Drafter
 from moa_jax.errors import InputError
-from moa_jax.model import quantize, sharding
+from moa_jax.model import llama, quantize, sharding
 from moa_jax.model.kernels import cpu
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 from moa_jax.runtime import memory
@@ -92,7 +93,7 @@ class Session:
         single prompt accepts enough drafts. Other shapes are compiled in the background. If `shape`
         is plain, `ways` has no effect.
 
-        `vocabulary` restricts the drafted tokens; `decode.draft_vocabulary.default_vocabulary`
+        `vocabulary` restricts the drafted tokens; `decode.draft_vocabulary.vocabulary_beside`
         loads the vocabulary of a drafter's folder. None drafts from all tokens. `cache_rows` fixes
         the number of cache rows, rounded up to a multiple of 128, so that one program serves all
         lengths; with None caches have at least `least_rows` and double when needed. Prefill
@@ -110,16 +111,9 @@ class Session:
             self.ways = tuple(dict.fromkeys((NO_DRAFT, self.shape, *ways)))
         drafter = drafter if any(way.num_drafted for way in self.ways) else None
         functions = drafter and functions_of(drafter, target.config)
-        if vocabulary and functions and functions.own_head:
-            raise InputError(
-                f"a drafter of kind {drafter.method} has a head of its own; leave out the draft "
-                "vocabulary, which is a slice of the target's"
-            )
+        if drafter:
+            _check_drafter(drafter.method, functions, self.ways, vocabulary)
         for way in self.ways:
-            if functions and functions.chains_only and not way.is_chain:
-                raise InputError(
-                    f"a drafter of kind {drafter.method} drafts chains, no trees; use --mode chain"
-                )
             _check_breadth(way, target, functions, vocabulary)
         logprobs.check(top_logprobs, target.config.vocab_size)
         self.mesh = sharding.mesh_of(target.params)
@@ -134,17 +128,21 @@ class Session:
         self.controller = DraftController(levels) if self.catches_up else None
         self.costs = CostTable() if costs is None else costs
         self.sync_ms: dict[int, float] = {}  # by batch: shortest turn of `step.synced`
-        self.setup = StaticConfig(
-            target.config, functions, self.shape, choose, self.catches_up, top_logprobs
-        )
-        self.vocabulary = vocabulary if drafter else None
-        head = self.vocabulary and _slice_of_head(target.params, self.vocabulary)
-        weights = for_decoding(Weights(target.params, drafter and drafter.params, head))
-        self.target = target._replace(params=weights.target)  # else a CPU would hold both forms
-        self.cache_rows = cache_rows and cache_rows_for(cache_rows)
         self._chunk = chunk
         rows = [way.num_rows for way in self.ways]
         self._draft_rows = max(*rows, step.CATCH_UP if self.catches_up else 0)
+        ahead = rows_ahead(self._draft_rows, levels + 1, self.chunks(1)[0])
+        # Rows of an engine's caches after the last token. Its last chunk starts earlier if rows are
+        # missing, which a layer with a window cannot.
+        self.rows_after = ahead if any(target.config.sliding_windows) else self._draft_rows
+        self.setup = StaticConfig(
+            target.config, functions, self.shape, choose, self.catches_up, top_logprobs, ahead
+        )
+        self.vocabulary = vocabulary if drafter else None
+        head = self.vocabulary and slice_of_head(target.params, self.vocabulary)
+        weights = for_decoding(Weights(target.params, drafter and drafter.params, head))
+        self.target = target._replace(params=weights.target)  # else a CPU would hold both forms
+        self.cache_rows = cache_rows and cache_rows_for(cache_rows)
         positions = target.config.max_position_embeddings
         self.room = CacheLimits(positions, self.cache_rows, self._draft_rows, least_rows)
         dtype = target.params["embed"].dtype
@@ -153,6 +151,7 @@ class Session:
             way: Programs(each, (weights,), dtype, drafts=way.num_drafted > 0)
             for way, each in setups.items()
         }
+        self._cache_bytes: dict[int, int] = {}
         self.background = BackgroundWorker()
         self.alone = threading.Lock()  # held by timed calls, so that another thread waits
         if self.cache_rows is not None:
@@ -178,17 +177,27 @@ class Session:
     def check_memory(self, batch: int, rows: int, flags: str = LOWER_CACHES) -> None:
         """Raises InputError if the device cannot hold the caches; its fix is to lower `flags`."""
         memory.check_memory(
-            batch * rows * self._bytes_of_a_row,
+            batch * self.cache_bytes(rows),
             f"caches of {rows} rows for a batch of {batch}",
             f"lower {flags}",
             self.mesh.size if self.mesh else 1,
         )
 
-    @functools.cached_property
-    def _bytes_of_a_row(self) -> int:
-        """Bytes of one row of all caches, for one prompt."""
-        caches = lambda weights: step.empty(self.setup, weights, 1, ROWS_OF_A_TILE, BatchSampling())
-        return memory.num_bytes_of(jax.eval_shape(caches, self.weights)) // ROWS_OF_A_TILE
+    def cache_bytes(self, rows: int) -> int:
+        """Bytes of all caches of `rows` rows, for one prompt; those of windows have fewer rows."""
+        if rows not in self._cache_bytes:
+            caches = lambda weights: step.empty(self.setup, weights, 1, rows, BatchSampling())
+            self._cache_bytes[rows] = memory.num_bytes_of(jax.eval_shape(caches, self.weights))
+        return self._cache_bytes[rows]
+
+    def usable_prefix(self, rows: int, held: np.ndarray, wanted: np.ndarray, written: int) -> int:
+        """Returns the tokens of `wanted` that a slot of `rows` cache rows has, see `slots.Usable`.
+
+        `written` is the number of tokens that the host has read; a call in flight may write more.
+        """
+        count = common_prefix(held, wanted, written)
+        config, ahead = self.target.config, self.setup.ahead
+        return count * llama.keeps_prefix(config, rows, ahead, count, written)
 
     def generate(
         self,
@@ -278,9 +287,11 @@ class Session:
         for row, prompt in zip(prompt_BT, prompts, strict=True):
             row[: len(prompt)] = prompt
         limits = StopConditions(jnp.asarray(total_B), self._stops(len(prompts), stop_ids))
-        batch_sampling = make_batch_sampling(
-            rows_of(sampling, len(prompts)), self.target.config.vocab_size
-        )
+        settings, vocab_size = rows_of(sampling, len(prompts)), self.target.config.vocab_size
+        batch_sampling = make_batch_sampling(settings, vocab_size)
+        if any(map(has_bans, settings)):
+            bans = bans_of(settings, lengths_B, np.asarray(limits.stop_ids_BX), vocab_size)
+            batch_sampling = batch_sampling._replace(bans=jax.tree.map(jnp.asarray, bans))
         arrays = (prompt_BT, lengths_B, limits, batch_sampling)
         static = {"capacity": capacity, "chunks": self.chunks(len(prompts))}
         static |= {"donate": False, "draft_rows": self._draft_rows}
@@ -461,7 +472,8 @@ def generate(
     sampling: Sampling | Sequence[Sampling] = GREEDY,
 ) -> list[Result]:
     """Decodes a batch of prompts; keep a `Session` to decode more than one batch."""
-    session = Session(target, drafter, shape)
+    vocabulary = drafter and vocabulary_beside(target, drafter)
+    session = Session(target, drafter, shape, vocabulary=vocabulary)
     return session.generate(prompts, max_new_tokens, stop_ids, sampling)
 
 
@@ -478,6 +490,22 @@ def rows_of(sampling: Sampling | Sequence[Sampling], batch: int) -> list[Samplin
 def row_of(sampling: Sampling, row: int) -> Sampling:
     """Returns the settings with the seed plus the row's index; `sampling.seed` must not be -1."""
     return dataclasses.replace(sampling, seed=(sampling.seed + row) % (1 << 32))
+
+
+def _check_drafter(
+    method: str,
+    drafter: Drafter,
+    shapes: Sequence[DraftShape],
+    vocabulary: DraftVocabulary | None,
+) -> None:
+    """Raises InputError for a vocabulary beside an own head, and for trees of a chain drafter."""
+    if vocabulary and drafter.own_head:
+        raise InputError(
+            f"a drafter of kind {method} has a head of its own; leave out the draft vocabulary, "
+            "which is a slice of the target's"
+        )
+    if drafter.chains_only and not all(shape.is_chain for shape in shapes):
+        raise InputError(f"a drafter of kind {method} drafts chains, no trees; use --mode chain")
 
 
 def _check_breadth(
@@ -524,8 +552,11 @@ def _with_head(params: Any) -> Any:
     return quantize.in_panels(params)
 
 
-def _slice_of_head(params: Any, vocabulary: DraftVocabulary) -> Vocabulary:
-    """Returns the slice of the target's head that the drafter reads."""
+def slice_of_head(params: Any, vocabulary: DraftVocabulary) -> Vocabulary:
+    """Returns the slice of the target's head that the drafter reads.
+
+    `params` need only the target's embedding and head.
+    """
     ids_U = jnp.asarray(vocabulary.ids_U, jnp.int32)
     head = params["lm_head"] if "lm_head" in params else quantize.transposed(params["embed"])
     found = Vocabulary(ids_U, quantize.columns(head, ids_U))

@@ -44,6 +44,19 @@ class StaticConfig(NamedTuple):
     catches_up: bool = False  # whether the drafter's caches may lag
     # Number of top log-probabilities kept beside each token's own; None: no log-probabilities
     top_logprobs: int | None = None
+    # Rows that calls may have written after the tokens of a sequence, see `cache.ring_rows`; None:
+    # all layers' caches have all rows
+    ahead: int | None = None
+
+    @property
+    def lag_limit(self) -> int | None:
+        """Lag in tokens at which a drafter that reads the rows of all layers has to catch up.
+
+        The rows of the smallest window are still in the caches then. None: no limit.
+        """
+        windows = [window for window in self.target.sliding_windows if window]
+        reads = self.drafter is not None and self.drafter.taps.rows
+        return min(windows) if windows and reads and self.ahead is not None else None
 
 
 class Weights(NamedTuple):

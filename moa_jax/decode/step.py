@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moa_jax.decode import logprobs, sampling
+from moa_jax.decode.banned import recent_at, without_banned
 from moa_jax.decode.logprobs import LogProbs
 from moa_jax.decode.sampling import BatchSampling
 from moa_jax.decode.state import (
@@ -125,10 +126,16 @@ def advance(
     state: DecodeState,
     limits: StopConditions,
     batch_sampling: BatchSampling,
+    tree: Tree | None = None,
 ) -> DecodeState:
-    """Runs one round: propose, verify, commit, extend. Rows that are done do not change."""
+    """Runs one round: propose, verify, commit, extend. Rows that are done do not change.
+
+    A given tree is verified instead of the drafter's.
+    """
     round_state = state.round
-    tree, draft_cache = propose(setup, weights, round_state, batch_sampling, state.root_B)
+    draft_cache = round_state.draft_cache
+    if tree is None:
+        tree, draft_cache = propose(setup, weights, round_state, batch_sampling, state.root_B)
     with jax.named_scope("verify"):
         found = verify_tree(setup, weights, round_state, batch_sampling, tree)
     lag = round_state.draft_lag
@@ -144,7 +151,9 @@ def advance(
     )
     with jax.named_scope("commit"):
         state = record(state._replace(round=round_state), tree, found, limits)
-    if setup.shape.num_drafted and lag is not None:  # rows that lagged before still lag
+    if lag is not None and not setup.shape.num_drafted:
+        state = state._replace(round=within_lag(setup, weights, state.round, state.tokens_BC))
+    elif lag is not None:  # rows that lagged before still lag
         is_late_B = round_state.done_B | (lag.draft_len_B < round_state.length_B)
         known_B = jnp.where(is_late_B, lag.draft_len_B, state.round.length_B)
         state = state._replace(
@@ -173,6 +182,28 @@ def decode(
         return lean(advance(setup, weights, full(carried), limits, batch_sampling))
 
     return full(lax.while_loop(goes_on, turn, lean(state)))
+
+
+def masked_round(
+    setup: StaticConfig,
+    weights: Weights,
+    state: DecodeState,
+    limits: StopConditions,
+    batch_sampling: BatchSampling,
+    tree: Tree,
+) -> tuple[DecodeState, tuple[Array, Array]]:
+    """Runs one round over a given tree; also returns tokens_BN and parent_BN of the next tree.
+
+    A host that makes masks of a grammar needs the drafted tokens before the target chooses among
+    them: `batch_sampling.allowed_BNV` has the masks after the nodes of `tree`. The tokens of `tree`
+    are drafts after the row's newest token, or NO_TOKEN; any drafts give the same output. Sampled
+    candidates are verified as given tokens, without the drafter's probabilities.
+    """
+    tree = tree._replace(tokens_BN=tree.tokens_BN.at[:, 0].set(state.root_B))
+    state = advance(setup, weights, state, limits, batch_sampling, tree)
+    drafted, cache = propose(setup, weights, state.round, batch_sampling, state.root_B)
+    state = state._replace(round=state.round._replace(draft_cache=cache))
+    return state, (drafted.tokens_BN, drafted.parent_BN)
 
 
 def record(state: DecodeState, tree: Tree, found: Verified, limits: StopConditions) -> DecodeState:
@@ -210,7 +241,7 @@ def empty(
         jnp.zeros(batch, jnp.int32),
         jnp.zeros(batch, bool),
         sampling.empty_counts(batch_sampling, batch, setup.target.vocab_size),
-        llama.init_caches(setup.target, batch, rows, dtype),
+        llama.init_caches(setup.target, batch, rows, dtype, setup.ahead),
         setup.drafter and setup.drafter.init_cache(batch, rows, dtype),
         lag,
     )
@@ -224,12 +255,10 @@ def read_chunk(
     text_BC: Array,
     prompt_length_B: Array,
     size: int,
-    late: bool = False,
 ) -> tuple[RoundState, Array, TargetActivations]:
     """Runs target and drafter over the next chunk of each prompt.
 
-    A chunk has `size` tokens, or the number of cache rows if that is smaller. With `late` the
-    drafter does not run, and `round_state.draft_lag` stores the activations that the drafter needs.
+    A chunk has `size` tokens, or the number of cache rows if that is smaller.
 
     The chunk of a row with fewer tokens left starts earlier, and ends with the row's last token. So
     no chunk is written past the end of the caches, and finished rows wait for the other rows.
@@ -247,11 +276,7 @@ def read_chunk(
     count_B = jnp.minimum(prompt_length_B - start_B, size)
     round_state = round_state._replace(length_B=start_B)
     round_state, hidden_BD, tapped = read(setup, weights, round_state, tokens_BT, count_B)
-    if late:
-        round_state = round_state._replace(
-            draft_lag=set_aside(round_state.draft_lag, tapped, start_B)
-        )
-    elif setup.drafter is not None:
+    if setup.drafter is not None:
         draft_cache = extend(setup, weights, round_state.draft_cache, tokens_BT, start_B, tapped)
         round_state = round_state._replace(draft_cache=draft_cache)
     return round_state, hidden_BD, tapped
@@ -468,6 +493,30 @@ def _read_in_turns(
     )
 
 
+def within_lag(
+    setup: StaticConfig, weights: Weights, round_state: RoundState, text_BC: Array
+) -> RoundState:
+    """Runs the drafter in turns until all running rows lag less than `setup.lag_limit`."""
+    if setup.lag_limit is None:
+        return round_state
+    return _read_in_turns(setup, weights, round_state, text_BC, CATCH_UP, setup.lag_limit)
+
+
+def lagging(
+    setup: StaticConfig,
+    weights: Weights,
+    round_state: RoundState,
+    tapped: TargetActivations,
+    start_B: Array,
+    text_BC: Array,
+) -> RoundState:
+    """`round_state` after a chunk of prompts from `start` on, which the drafter reads later."""
+    lag = set_aside(round_state.draft_lag, tapped, start_B)
+    running_B = jnp.zeros_like(round_state.done_B)
+    round_state = round_state._replace(draft_lag=lag, done_B=running_B)
+    return within_lag(setup, weights, round_state, text_BC)
+
+
 def synced(setup: StaticConfig, weights: Weights, state: DecodeState) -> DecodeState:
     """Returns the state of a generation without draft lag."""
     return state._replace(round=sync_drafter(setup, weights, state.round, state.tokens_BC))
@@ -480,7 +529,10 @@ def _tapped_before(
     of_places = lambda stream: cache.take(stream, place_BT).x_B1SD[:, 0]
     rows = None
     if _reads_rows(setup):
-        rows = llama.stack_rows([cache.take(past, place_BT) for past in round_state.target_caches])
+        caches = round_state.target_caches
+        windows = setup.target.windows_of_last(len(caches))
+        each = zip(caches, windows, strict=True)
+        rows = llama.stack_rows([cache.take(past, place_BT, window > 0) for past, window in each])
     lag = round_state.draft_lag
     hidden_BTD = None if lag.hidden is None else of_places(lag.hidden)
     return TargetActivations(rows, tuple(map(of_places, lag.streams)), hidden_BTD)
@@ -539,7 +591,8 @@ def verify_tree(
     # 3. The path's rows and activations are gathered from those of the tree.
     path_BD = verify_result.path_BD
     taken = tuple(cache.take(rows, path_BD) for rows in found.rows)
-    caches = keep_path(found.caches, taken, path_BD, round_state.length_B)
+    windows = setup.target.sliding_windows
+    caches = keep_path(found.caches, taken, path_BD, round_state.length_B, windows)
     on_path = lambda x_BND: jnp.take_along_axis(x_BND, path_BD[..., None], axis=1)
     tapped = jax.tree.map(on_path, whole)
     rows = llama.stack_rows(taken) if _reads_rows(setup) else None
@@ -573,6 +626,10 @@ def choose(
     if batch_sampling.penalises:
         above_BNN = jnp.where(tree.ancestor_BNN, tree.tokens_BN[:, None, :], NO_TOKEN)
         token_counts = sampling.along_paths(token_counts, above_BNN[..., 1:])
+    if batch_sampling.bans is not None:
+        recent_BNR = recent_at(tree, round_state.token_counts.recent, setup.shape.levels)
+        position_BN = round_state.length_B[:, None] + 1 + tree.depth_BN
+        logits_BNV = without_banned(batch_sampling.bans, logits_BNV, recent_BNR, position_BN)
     after_BNV = sampling.after(batch_sampling, logits_BNV, token_counts)
     if batch_sampling.key_B is None:
         return finite_argmax(after_BNV)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moa_jax.config import DraftShape
 from moa_jax.data.batch import Batch
@@ -39,6 +40,8 @@ class TargetActivations(NamedTuple):
     rows_LBKTE: KV | None
     streams: tuple[Array, ...]  # (B, T, D) each
     hidden_BTD: Array | None  # after the target's final norm
+    # In training with a draft vocabulary, whether the next token is in it; None: all tokens count.
+    draftable_BT: Array | None = None
 
 
 NO_TOKEN = -1  # no token: an absent node, or the target's choice without finite logits
@@ -60,6 +63,18 @@ class Tree(NamedTuple):
     depth_BN: Array
     ancestor_BNN: Array  # [i, j]: j is i or an ancestor of i; a first axis of 1 applies to all rows
     draft_BNV: Array | None = None  # sampled drafts: the probs that children are sampled from
+
+
+def host_tree(tokens_BN: np.ndarray, parent_BN: np.ndarray) -> Tree:
+    """The tree of given tokens and parents, as host arrays."""
+    B, N = tokens_BN.shape
+    row_B, depth_BN = np.arange(B), np.zeros((B, N), np.int32)
+    ancestor_BNN = np.broadcast_to(np.eye(N, dtype=bool), (B, N, N)).copy()
+    for node in range(1, N):  # parents come first
+        parent_B = parent_BN[:, node]
+        depth_BN[:, node] = depth_BN[row_B, parent_B] + 1
+        ancestor_BNN[:, node] |= ancestor_BNN[row_B, parent_B]
+    return Tree(tokens_BN, parent_BN, depth_BN, ancestor_BNN)
 
 
 class CandidateSampler(NamedTuple):

@@ -25,7 +25,8 @@ class Draft(NamedTuple):
     """Features of one drafter pass, and the tokens that the loss includes."""
 
     feature_BTD: Array  # input of the head
-    response_BT: Array  # the answer tokens that the loss includes
+    response_BT: Array  # the answer tokens of the mean
+    draftable_BT: Array | None = None  # of these, the tokens that the loss includes; None: all
 
 
 class _Scorer(NamedTuple):
@@ -87,9 +88,10 @@ def token_losses(
     frozen head: gradients are then computed along with the logits, which are not recomputed.
 
     With `draft_ids` the target's distribution is taken over these ids only, and the loss includes
-    a token only if the target's argmax is one of these ids (EAGLE-3, 2503.01840).
+    a token only if the target's argmax is one of these ids (EAGLE-3, 2503.01840). `shared` may also
+    hold a slice of the target's head; then `draftable_BT` of the drafts excludes tokens.
     """
-    shares = [losses.answer_share(draft.response_BT) for draft in drafts]
+    shares = [_share(draft) for draft in drafts]
     piece = (hidden_BTD, [draft.feature_BTD for draft in drafts], shares)
     piece = jax.tree.map(lambda x: sharding.constrain(x, "head_rows"), piece)
     size = objective.chunks.head
@@ -97,6 +99,11 @@ def token_losses(
         return _in_one_sweep(objective.loss, size, shared, *piece)
     head = head or functools.partial(llama.unembed, shared)
     return chunks.sum_over(_Scorer(objective.loss, draft_ids, shared, head).sums, piece, size)
+
+
+def _share(draft: Draft) -> Array:
+    share_BT = losses.answer_share(draft.response_BT)
+    return share_BT if draft.draftable_BT is None else share_BT * draft.draftable_BT
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter (2503.01840): features of three layers, a wider layer, a separate head.
+"""The EAGLE-3 drafter (2503.01840): features of some layers, a wider layer, a separate head.
 
     tapped low, middle, high --> fc --> feature before (verified tokens)
                        own output --> feature before (drafted tokens)
@@ -10,11 +10,14 @@
 
 Only the token loss trains the feature, over several passes, each fed with the features of the
 previous pass (training-time test). The head scores a draft vocabulary; files store the vocabulary's
-map as d2t and t2d. Tensor names and config.json are the official ones.
+map as d2t and t2d. Tensor names and config.json are the official ones; the layout `speculators` has
+those of the speculators library, which vLLM also reads. Files of NVIDIA and NeMo are read as well.
+`Eagle3Config` states the norms that these add, as vLLM computes them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,10 +30,20 @@ from moa_jax.config import Eagle3Config, Objective, TargetConfig
 from moa_jax.drafters import distill_loss, eagle_common
 from moa_jax.drafters.api import Drafter, Params, Shared, TapSpec, TargetActivations
 from moa_jax.errors import InputError
+from moa_jax.files.config_keys import contradiction, flag
 from moa_jax.files.copies import EMBEDDING
-from moa_jax.files.layer_files import block_of, read_sizes, write_sizes
-from moa_jax.files.registry import DrafterKind, FileLayout, Files
+from moa_jax.files.hf_config import target_config_to_hf
+from moa_jax.files.layer_files import (
+    LAYER_IDS,
+    block_of,
+    flat_config,
+    one_layer,
+    read_sizes,
+    write_sizes,
+)
+from moa_jax.files.registry import DrafterKind, FileLayout, Files, StoredDrafter, tensor_shape
 from moa_jax.model import convert, quantize
+from moa_jax.model.cache import KV
 from moa_jax.model.convert import Table
 from moa_jax.model.layers import INIT_STDDEV, Linear, RMSNorm
 
@@ -38,11 +51,13 @@ Array = jax.Array
 
 PREFIX = "midlayer."
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 
 
 class Eagle3Layer(eagle_common.EagleLayer):
     """A decoder layer whose attention reads embedding and feature, each with a separate norm."""
+
+    norm_before_residual: bool = False
 
     def setup(self) -> None:
         super().setup()
@@ -51,20 +66,21 @@ class Eagle3Layer(eagle_common.EagleLayer):
 
     def layer_inputs(self, embedding_BTD: Array, feature_BTD: Array) -> tuple[Array, Array]:
         both = (self.input_norm(embedding_BTD), self.hidden_norm(feature_BTD))
-        return feature_BTD, jnp.concatenate(both, axis=-1)
+        start_BTD = both[1] if self.norm_before_residual else feature_BTD
+        return start_BTD, jnp.concatenate(both, axis=-1)
 
 
 def tapped_layers(cfg: Eagle3Config, target_cfg: TargetConfig) -> tuple[int, ...]:
     """The tapped streams, by the layer they enter; by default those of official files.
 
-    Raises InputError unless `cfg.tapped_layers` is empty or three layers of the target.
+    Raises InputError unless all of `cfg.tapped_layers` are layers of the target.
     """
     layers = target_cfg.num_layers
     chosen = cfg.tapped_layers or _usual_layers(target_cfg)
-    if len(chosen) != 3 or not all(0 <= i < layers for i in chosen):
+    if not all(0 <= i < layers for i in chosen):
         raise InputError(
-            f"tapped_layers {list(chosen)} of a target of {layers} layers; give three, each from "
-            f"0 to {layers - 1}"
+            f"tapped_layers {list(chosen)} of a target of {layers} layers; give layers from 0 to "
+            f"{layers - 1}"
         )
     return chosen
 
@@ -83,39 +99,52 @@ def make(
 def layer(cfg: Eagle3Config, target_cfg: TargetConfig) -> eagle_common.Layer:
     """The drafter's layer for a target."""
     block, guesses = block_of(cfg, target_cfg, plain=True), _num_guesses(cfg, target_cfg)
-    module, fc = Eagle3Layer(block), Linear((block.hidden_size,))
-    norm = RMSNorm(block.rms_norm_eps)
+    module = Eagle3Layer(block, cfg.norm_before_residual)
+    fc, norm = Linear((block.hidden_size,)), RMSNorm(block.rms_norm_eps)
+    taps = tapped_layers(cfg, target_cfg)
+    normed = lambda scale, x_BTX: norm.apply({"params": scale}, x_BTX)
 
     def init(key: Array) -> Params:
         layer_key, fc_key, head_key = jax.random.split(key, 3)
-        streams_11C = jnp.zeros((1, 1, 3 * block.hidden_size))
+        streams_11C = jnp.zeros((1, 1, len(taps) * block.hidden_size))
         head_DU = jax.random.normal(head_key, (block.hidden_size, guesses))
+        norms = {path: jnp.ones(x.shape) for path, x in _norms(cfg, target_cfg).items()}
         return {
             "layer": eagle_common.init_layer(module, layer_key),
             "fc": fc.init(fc_key, streams_11C)["params"],
-            "norm": {"scale": jnp.ones(block.hidden_size)},
+            **convert.nest(norms),
             "head": INIT_STDDEV * head_DU,
         }
 
     def fuse(params: Params, tapped: TargetActivations) -> Array:
-        return fc.apply({"params": params["fc"]}, jnp.concatenate(tapped.streams, axis=-1))
+        streams: Sequence[Array] = tapped.streams
+        if cfg.fc_norm:
+            streams = [normed(params["fc_norm"][str(i)], x) for i, x in enumerate(streams)]
+        joined_BTC = jnp.concatenate(streams, axis=-1)
+        if cfg.norm_before_fc:
+            joined_BTC = normed(params["input_norm"], joined_BTC)
+        return fc.apply({"params": params["fc"]}, joined_BTC)
+
+    def apply(params: Params, *inputs: Any) -> tuple[Array, KV, KV | None]:
+        feature_BTD, rows, past = module.apply({"params": params["layer"]}, *inputs)
+        return normed(params["norm"], feature_BTD) if cfg.norm_output else feature_BTD, rows, past
 
     def head(params: Params, shared: Shared, feature_BTD: Array) -> Array:
-        normed_BTD = norm.apply({"params": params["norm"]}, feature_BTD)
-        return quantize.matmul(normed_BTD, params["head"], jnp.float32)
+        read_BTD = feature_BTD if cfg.norm_output else normed(params["norm"], feature_BTD)
+        return quantize.matmul(read_BTD, params["head"], jnp.float32)
 
     return eagle_common.Layer(
         block=block,
-        taps=TapSpec(streams=tapped_layers(cfg, target_cfg)),
+        taps=TapSpec(streams=taps),
         init=init,
         fuse=fuse,
         rows=lambda params, *x: module.apply({"params": params["layer"]}, *x, method="rows"),
-        apply=lambda params, *x: module.apply({"params": params["layer"]}, *x),
+        apply=apply,
         head=head,
         loss=partial(loss, cfg.draft_ids or None),
         own_head=True,
         draft_ids=cfg.draft_ids or None,
-        fuse_only=("fc",),
+        fuse_only=("fc", "fc_norm", "input_norm"),
     )
 
 
@@ -153,14 +182,26 @@ def table(cfg: Eagle3Config, target_cfg: TargetConfig) -> Table:
         **convert.attention_table(block, PREFIX, inputs=2 * width),
         **convert.mlp_table(width, block.intermediate_size, block.mlp_bias, PREFIX),
     }
+    joined = len(tapped_layers(cfg, target_cfg)) * width
     return {
         **convert.under(("layer",), inside),
-        ("fc", "kernel"): convert.kernel(
-            ("features", "embed"), ("fc.weight",), 3 * width, (width,)
-        ),
-        ("norm", "scale"): convert.vector((None,), ("norm.weight",), (width,)),
+        ("fc", "kernel"): convert.kernel(("features", "embed"), ("fc.weight",), joined, (width,)),
+        **_norms(cfg, target_cfg),
         ("head",): convert.kernel(("embed", "vocab"), ("lm_head.weight",), width, (guesses,)),
     }
+
+
+def _norms(cfg: Eagle3Config, target_cfg: TargetConfig) -> Table:
+    """The table of the norms outside of the layer."""
+    width, count = target_cfg.block.hidden_size, len(tapped_layers(cfg, target_cfg))
+    scale = lambda name, size: convert.vector((None,), (f"{name}.weight",), (size,))
+    found = {("norm", "scale"): scale("norm", width)}
+    if cfg.fc_norm:
+        for i in map(str, range(count)):
+            found["fc_norm", i, "scale"] = scale(f"fc_norm.{i}", width)
+    if cfg.norm_before_fc:
+        found["input_norm", "scale"] = scale("input_norm", count * width)
+    return found
 
 
 def constants(cfg: Eagle3Config, target_cfg: TargetConfig) -> dict[str, np.ndarray]:
@@ -180,22 +221,46 @@ def detect(config: dict[str, Any], names: set[str]) -> bool:
 def read_config(
     files: Files, target_cfg: TargetConfig, reused: int | None
 ) -> tuple[Eagle3Config, tuple[str, ...]]:
-    """Read sizes from the tensors, the head's map from d2t.
+    """Read sizes from the tensors, the head's map from d2t, norms from config.json.
 
     Raises InputError if the files contradict themselves or the target.
     """
-    sizes = read_sizes(files, target_cfg, PREFIX, plain=True)
+    files = files._replace(config=flat_config(files.config))
+    usual, stated = _usual_layers(target_cfg), _stated_layers(files.config)
+    count = len(stated) or len(usual)
+    own = {**dict.fromkeys(NORMS, (True, False)), "num_aux_hidden_states": (count,)}
+    sizes = read_sizes(files, target_cfg, PREFIX, plain=True, own=own)
+    _check_count(files, count, target_cfg.block.hidden_size)
     ids_U = _ids(files, target_cfg)
     whole = np.array_equal(ids_U, np.arange(target_cfg.vocab_size))
     draft_ids = () if whole else tuple(ids_U.tolist())
-    usual, stated = _usual_layers(target_cfg), _stated_layers(files.config)
     layers = () if stated == usual else stated
-    cfg = Eagle3Config(**sizes, draft_ids=draft_ids, tapped_layers=layers)
+    cfg = Eagle3Config(**sizes, draft_ids=draft_ids, tapped_layers=layers, **_flags(files.config))
     tapped_layers(cfg, target_cfg)  # raises InputError for layers that the target does not have
     if not layers or "method" in files.config:
         return cfg, ()
     notice = f"the drafter reads what enters layers {list(layers)}, not {list(usual)} as is usual"
     return cfg, (f"{notice}: so its config.json says",)
+
+
+def _flags(config: dict[str, Any]) -> dict[str, bool]:
+    """The norms of a config.json, at its top level or, in NVIDIA's files, in `eagle_config`."""
+    nested = config.get("eagle_config") or {}
+    for key in NORMS:
+        if None not in (config.get(key), nested.get(key)) and config[key] != nested[key]:
+            raise contradiction("config.json", key, config[key], f"eagle_config.{key}", nested[key])
+    stated = {**nested, **{key: value for key, value in config.items() if value is not None}}
+    return {key: flag(stated, key, "config.json") for key in NORMS}
+
+
+def _check_count(files: Files, count: int, width: int) -> None:
+    """Raise InputError unless `fc` reads `count` streams."""
+    columns = tensor_shape(files.shapes, "fc.weight")[-1]
+    if columns != count * width:
+        raise InputError(
+            f"fc.weight reads {columns / width:g} streams of the target, not {count}; list the "
+            f"layers that they enter in {LAYER_IDS} of config.json"
+        )
 
 
 def _stated_layers(config: dict[str, Any]) -> tuple[int, ...]:
@@ -208,7 +273,7 @@ def _stated_layers(config: dict[str, Any]) -> tuple[int, ...]:
     top, nested = config.get(LAYER_IDS), (config.get("eagle_config") or {}).get(LAYER_IDS)
     ids = top or nested or []
     if type(ids) is not list or any(type(i) is not int for i in ids):
-        raise InputError(f"{LAYER_IDS} is {ids!r}; give three layers of the target by number")
+        raise InputError(f"{LAYER_IDS} is {ids!r}; give layers of the target by number")
     come_out = not top and "method" not in config
     return tuple(i + come_out for i in ids)  # the output of a layer enters the next layer
 
@@ -264,8 +329,46 @@ def write_config(
         "tie_word_embeddings": False,
         "draft_vocab_size": _num_guesses(cfg, target_cfg),
         LAYER_IDS: layers,
+        **{key: getattr(cfg, key) for key in NORMS},
         "eagle_config": {LAYER_IDS: [i - 1 for i in layers]},  # see `_stated_layers`
     }
+
+
+def speculators(cfg: Eagle3Config, target_cfg: TargetConfig) -> StoredDrafter:
+    """The drafter's files for the speculators library: the layer is a nested Llama config.
+
+    The files have no embedding, since readers use the target's, and a head over all tokens has no
+    d2t and t2d. Raises InputError for ids that do not ascend: t2d is a mask, and vLLM's target
+    returns each tapped stream once, in the order of layers. References: speculators 0.9,
+    models/eagle3/config.py and core.py (names, keys); vLLM,
+    transformers_utils/configs/speculators/algos.py (`norm_before_residual` is true if missing).
+    """
+    layers = tapped_layers(cfg, target_cfg)
+    for key, ids in (("d2t", cfg.draft_ids), (LAYER_IDS, layers)):
+        if list(ids) != sorted(set(ids)):
+            raise InputError(
+                f"{key}: layout speculators cannot have {list(ids[:9])}, ids that do not ascend; "
+                "choose ours or authors"
+            )
+    layer_cfg = dataclasses.replace(
+        one_layer(cfg, target_cfg, plain=True), tie_word_embeddings=False
+    )
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "transformer_layer_config": target_config_to_hf(layer_cfg),
+        "tie_word_embeddings": False,
+        "draft_vocab_size": _num_guesses(cfg, target_cfg),
+        "target_hidden_size": target_cfg.block.hidden_size,
+        LAYER_IDS: list(layers),
+        **{key: getattr(cfg, key) for key in NORMS},
+    }
+    renamed = {
+        path: packing._replace(
+            names=tuple(name.replace(PREFIX, "layers.0.", 1) for name in packing.names)
+        )
+        for path, packing in table(cfg, target_cfg).items()
+    }
+    return StoredDrafter(config, renamed, constants(cfg, target_cfg) if cfg.draft_ids else {})
 
 
 KIND = DrafterKind(
@@ -277,4 +380,5 @@ KIND = DrafterKind(
     make,
     constants=constants,
     copies={"embed_tokens.weight": EMBEDDING},
+    speculators=speculators,
 )

@@ -247,6 +247,7 @@ class TrainingInputs(NamedTuple):
     embedding_BTD: Array
     feature_BTD: Array  # the target's features, from `Layer.fuse`
     goal_BTD: Array  # the target's final-normed states
+    draftable_BT: Array | None = None  # as in `TargetActivations`
 
 
 def training_inputs(
@@ -262,7 +263,7 @@ def training_inputs(
     embedding_BTD = llama.embed(shared, batch.tokens_BT, feature_BTD.dtype)
     if noise_2BTD is not None:
         feature_BTD, embedding_BTD = feature_BTD + noise_2BTD[0], embedding_BTD + noise_2BTD[1]
-    return TrainingInputs(embedding_BTD, feature_BTD, tapped.hidden_BTD)
+    return TrainingInputs(embedding_BTD, feature_BTD, tapped.hidden_BTD, tapped.draftable_BT)
 
 
 def passes(
@@ -320,9 +321,9 @@ def loss_of(
 ) -> tuple[Array, dict[str, Array]]:
     """The loss over all passes; pass j includes answer tokens at positions above j."""
     found = passes(layer, params, inputs, batch, objective.feedback.steps)
+    counted = [batch.response_BT & (batch.position_BT > index) for index in range(len(found))]
     drafts = [
-        distill_loss.Draft(feature_BTD, batch.response_BT & (batch.position_BT > index))
-        for index, feature_BTD in enumerate(found)
+        distill_loss.Draft(*pair, inputs.draftable_BT) for pair in zip(found, counted, strict=True)
     ]
     head = partial(layer.head, params, shared) if layer.own_head else None
     return layer.loss(objective, shared, head, drafts, inputs.goal_BTD, progress)

@@ -135,7 +135,7 @@ def make(cfg: GlideConfig, target_cfg: TargetConfig, objective: Objective | None
 
 def layer_of(cfg: GlideConfig, target_cfg: TargetConfig) -> GlideLayer:
     """The drafter's layer for a target: the target's block config, except for two sizes."""
-    memory = target_cfg.block
+    memory = target_cfg.block.llama_like
     block = dataclasses.replace(
         memory,
         num_kv_heads=cfg.self_attention_num_key_value_heads,
@@ -252,7 +252,7 @@ def make_loss(layer: GlideLayer, objective: Objective) -> DrafterLoss:
     ) -> tuple[Array, dict[str, Array]]:
         seen = masks.earlier_blocks(batch.position_BT, batch.segment_BT, layer.block_size)
         found = trace(layer, params, shared, batch, tapped, seen)
-        draft = distill_loss.Draft(found.feature_BTD, batch.response_BT)
+        draft = distill_loss.Draft(found.feature_BTD, batch.response_BT, tapped.draftable_BT)
         (parts,) = distill_loss.token_losses(objective, shared, None, tapped.hidden_BTD, [draft])
         return distill_loss.weighted(objective.loss, parts, None, progress)
 

@@ -165,8 +165,8 @@ def make_loss(small: DraftModel, objective: Objective) -> DrafterLoss:
         progress: Array,
     ) -> tuple[Array, dict[str, Array]]:
         feature_BTD = feature(small, params, shared, batch, tapped.hidden_BTD.dtype)
-        draft = distill_loss.Draft(feature_BTD, batch.response_BT)
-        own_head = partial(head, small, params, shared)
+        draft = distill_loss.Draft(feature_BTD, batch.response_BT, tapped.draftable_BT)
+        own_head = None if small.learns_features else partial(head, small, params, shared)
         (parts,) = distill_loss.token_losses(
             objective, shared, own_head, tapped.hidden_BTD, [draft]
         )
@@ -242,8 +242,6 @@ def write_own(
     cfg: IndependentConfig, target_cfg: TargetConfig, layout: FileLayout = "ours"
 ) -> dict[str, Any]:
     """The config.json of the model, readable by any library that loads models."""
-    if layout == "speculators":
-        raise InputError(f"layout {layout} has no models of their own; choose vllm or ours")
     return target_config_to_hf(cfg.model)
 
 

@@ -19,11 +19,12 @@ import numpy as np
 
 from moa_jax.config import DraftShape
 from moa_jax.decode.row_settings import joined
-from moa_jax.engine import device_ops
+from moa_jax.decode.slots import SlotState
 from moa_jax.engine.device_ops import DecodeInput, DecodeReport, PrefillInput, PrefillReport
 from moa_jax.engine.program_cache import GREEDY, ProgramCache, ProgramName
 from moa_jax.engine.requests import RequestOutput, RequestState
 from moa_jax.engine.scheduler import PrefillChunk
+from moa_jax.grammar.masks import Draft, Row
 
 
 class Choice(NamedTuple):
@@ -53,15 +54,14 @@ class RowOutput(NamedTuple):
     state: RequestState
     output: RequestOutput
     is_done: bool
-    rounds: list[tuple[int, int]]  # tokens committed and drafted in each round
 
 
 class DecodeBatch:
     """The state of all slots on the device, and the calls that update it."""
 
     def __init__(self, programs: ProgramCache) -> None:
-        self.programs = programs
-        self._state: device_ops.SlotState | None = None
+        self.programs, self._have_run = programs, set[ProgramName]()
+        self._state: SlotState | None = None
 
     def reset(self) -> None:
         """Allocates an empty state, after freeing the old one: memory is planned for one state."""
@@ -103,7 +103,7 @@ class DecodeBatch:
         `slots` has all slots; the first ones that none of the requests has serve padding rows.
         """
         name = choice.name
-        drafts = name.shape.num_drafted > 0
+        drafts, has_run = name.shape.num_drafted > 0, name in self._have_run
         late = [state for state in states if drafts and state.num_prompt + state.num_plain]
         for state in late:
             catch_up = ProgramName("catch_up", self.programs.chunks[-1])
@@ -115,15 +115,21 @@ class DecodeBatch:
         slots = sorted(sorted(slots, key=lambda slot: slot not in settings)[: name.size])
         slot_B, live_B = np.array(slots, np.int32), np.isin(slots, [*settings])
         rows = [settings.get(slot, self.programs.blank_row) for slot in slots]
+        followed = {state.slot: state.row for state in states}
+        masks = self.programs.masks(name, [followed.get(each, Row()) for each in slots])
         sent_at = time.perf_counter()
-        joint = joined(rows, sampled=name.rows != GREEDY)
-        report = self._run(name, DecodeInput(slot_B, live_B, joint, np.int32(choice.rounds)))
-        return DecodeCall(choice, states, slots, report, sent_at, is_clean=not late)
+        joint = joined(rows, name.rows != GREEDY, masks.bitmask_BNW)
+        call = DecodeInput(slot_B, live_B, joint, np.int32(choice.rounds), masks.tree)
+        report = self._run(name, call)
+        # The first run of a program loads it; a masked call waits for its masks.
+        is_clean = has_run and not late and not name.masked
+        return DecodeCall(choice, states, slots, report, sent_at, is_clean)
 
     def read(self, call: DecodeCall) -> list[RowOutput]:
         """Waits for a decode call; returns its output per request."""
         report = jax.device_get(call.report)
-        return [_output_of(state, call.slots.index(state.slot), report) for state in call.states]
+        rows = [(state, call.slots.index(state.slot)) for state in call.states]
+        return [_output_of(state, row, report, call.choice.name.shape) for state, row in rows]
 
     def dummy_run(self, name: ProgramName, length: int, slots: Sequence[int]) -> float:
         """Runs a program on free slots after `length` tokens, and empties the slots.
@@ -150,13 +156,14 @@ class DecodeBatch:
     def _run(self, name: ProgramName, *arrays: Any) -> Any:
         """Runs a program on the state; returns its report."""
         self._state, report = self.programs.run(name, self._state, *arrays)
+        self._have_run.add(name)
         return report
 
 
-def _output_of(state: RequestState, row: int, report: DecodeReport) -> RowOutput:
-    committed_and_drafted = zip(*report.counts_B2R[row].tolist(), strict=True)
-    rounds = [(committed, drafted) for committed, drafted in committed_and_drafted if committed]
+def _output_of(state: RequestState, row: int, report: DecodeReport, shape: DraftShape) -> RowOutput:
+    rounds = [each for each in zip(*report.counts_B2R[row].tolist(), strict=True) if each[0]]
     count = sum(committed for committed, _ in rounds)
     found = state.logprobs_of(report.logprobs, row, count)
-    output = RequestOutput(report.tokens_BW[row, :count].tolist(), found)
-    return RowOutput(state, output, bool(report.done_B[row]), rounds)
+    state.row.draft = report.drafted and Draft(shape, *(each[row] for each in report.drafted))
+    output = RequestOutput(report.tokens_BW[row, :count].tolist(), found, rounds=rounds)
+    return RowOutput(state, output, bool(report.done_B[row]))

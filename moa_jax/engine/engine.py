@@ -11,6 +11,8 @@
 A step of the engine's thread executes commands, sends the next chunks of prompts and a decode call
 to the device, and reads the calls of the previous step. So the device runs one step while the host
 reads the step before. A decode call is a few rounds of all requests whose prompts are prefilled.
+If one of them has a grammar, a call is one masked round, and the call before is read first: masks
+follow from all tokens before them.
 
 In float32 the tokens of a request equal those of a `Session` without a drafter that decodes the
 request alone with the same seed, unless candidates are sampled: noise depends on the position, and
@@ -65,7 +67,8 @@ from moa_jax.speculation.cost_table import CostTable
 # and the second may lack the memory that the first still holds.
 MAX_FAILURES = 3
 # For the thread to end after a drain, until its requests are given up: no step takes so long, since
-# a step is at most four chunks and eight rounds, and its programs are compiled before.
+# a step is at most four chunks, a pass of the drafter over each prompt, eight rounds and a dummy
+# run, and its programs are compiled before.
 STUCK_S = 60.0
 LOWER_MEMORY = "lower --slots, --max-tokens or --prefix-bytes"
 
@@ -141,7 +144,7 @@ class Engine:
             raise InputError(f"num_slots is {num_slots}; choose at least 1")
         sharding.warn_replicated(num_slots, session.mesh)
         self.num_slots, self.max_tokens, self.max_waiting = num_slots, max_tokens, max_waiting
-        num_rows = cache_rows_for(max_tokens + session.room.draft_rows)
+        num_rows = cache_rows_for(max_tokens + session.rows_after)
         make = functools.partial(LeadingPrograms, followers) if followers else ProgramCache
         self.programs = programs = make(session, num_slots, num_rows, prefix_bytes)
         num_kept, weights = programs.num_slots - num_slots, num_bytes_of(session.weights)
@@ -149,13 +152,15 @@ class Engine:
         self.memory = MemoryPlan(weights, *of_slots, programs.scratch_bytes)
         self.memory.check(num_slots, LOWER_MEMORY, session.mesh.size if session.mesh else 1)
         self._batch = DecodeBatch(programs)
-        self._slots = SlotTable(programs.num_slots, reuses=prefix_bytes != 0)
+        usable = functools.partial(session.usable_prefix, num_rows)
+        self._slots = SlotTable(programs.num_slots, prefix_bytes != 0, usable)
         self._scheduler = Scheduler(self._slots, num_slots, programs.chunks[-1])
         self._pacing = Pacing(programs, on_calibrated)
         self._counts, self._finished = Counter[str](), Counter[str]()
         self._rounds, self._accepted = Counter[DraftShape](), Counter[int]()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._ids, self._lock = itertools.count(), threading.Lock()
+        self._ids = itertools.count()
+        self._lock, self._compiling_masks = threading.RLock(), threading.Lock()
         self._closed = self._is_compiling = False
         self._states: dict[int, RequestState] = {}  # unfinished requests, by id
         self._call: DecodeCall | None = None  # sent and not read
@@ -193,6 +198,11 @@ class Engine:
     def cancel(self, id: int) -> None:
         """Ends a request with "cancelled", unless it is finished."""
         self._commands.put(Cancel(id))
+
+    def prepare_masks(self) -> None:
+        """Compiles the program that every request with a grammar needs; any thread may wait."""
+        with self._compiling_masks:
+            self.programs.compile(self.programs.first_masked())
 
     def prepare(self) -> None:
         """Compiles the first programs, allocates the state, and measures missing costs."""
@@ -236,8 +246,7 @@ class Engine:
         with self._lock:
             self._closed = True
         for state in list(self._states.values()):
-            if self._states.pop(state.id, None) is not None:
-                self._send(state, RequestOutput([], finish_reason="error", error=line))
+            self._send(state, RequestOutput([], finish_reason="error", error=line))
         self._commands.put(Close(time.monotonic()))
 
     @property
@@ -278,9 +287,8 @@ class Engine:
             )
         vocab_size = self.session.target.config.vocab_size
         logprobs.check(request.top_logprobs, vocab_size)
-        if request.prompt_logprobs and request.top_logprobs is None:
-            raise InputError("prompt_logprobs without top_logprobs; set both, 0 for no top tokens")
-        return row_settings(sampling, len(prompt), total, request.stop_ids, vocab_size)
+        bitmask_W = request.grammar and request.grammar.bitmask_W
+        return row_settings(sampling, len(prompt), total, request.stop_ids, vocab_size, bitmask_W)
 
     # ---- commands ----
 
@@ -292,8 +300,7 @@ class Engine:
                 self._step()
             except Exception as error:  # of any kind: the thread must not end
                 self._batch.drop()
-                is_idle = not self._scheduler.running
-                self._fail(error, list(self._scheduler.waiting)[:is_idle])
+                self._fail(error, list(self._scheduler.waiting)[: not self._scheduler.running])
 
     def _take_commands(self) -> bool:
         """Executes all commands, and waits if there is nothing to do; False after the last one."""
@@ -326,15 +333,20 @@ class Engine:
     def _finish(self, state: RequestState, output: RequestOutput) -> None:
         """Frees the slot of a request in any phase, and sends its last output."""
         self._scheduler.finish(state)
-        if self._states.pop(state.id, None) is not None:  # otherwise `abandon` has ended it
-            self._finished[output.finish_reason] += 1
-            self._send(state, output)
+        self._send(state, output)
 
     def _send(self, state: RequestState, output: RequestOutput) -> None:
-        try:
-            state.on_output(output)
-        except Exception:  # a fault of one client, which must not end other requests
-            logging.getLogger(__name__).exception("on_output failed")
+        """Sends an output, unless `abandon`, in another thread, has sent the last one."""
+        with self._lock:
+            if state.id not in self._states:
+                return
+            if output.finish_reason:
+                del self._states[state.id]
+                self._finished[output.finish_reason] += 1
+            try:
+                state.on_output(output)
+            except Exception:  # a fault of one client, which must not end other requests
+                logging.getLogger(__name__).exception("on_output failed")
 
     # ---- a step ----
 
@@ -350,14 +362,18 @@ class Engine:
                 self._fail(error, [chunk.state])
                 break
         call, states = self._call, self._scheduler.decoding()
-        self._call = self._decode(states) if states else None
+        # The masks of a call follow from all tokens before it.
+        masked = any(state.row.matcher is not None for state in states)
+        self._call = self._decode(states) if states and not masked else None
         if call is not None:
             self._read_decode(call)
-        if any(chunk.is_last for chunk, _ in self._chunks):
+        if masked or any(chunk.is_last for chunk, _ in self._chunks):
             # First tokens are read in the same step, while the device runs the decode call.
             chunks, self._chunks = chunks + self._chunks, []
         for chunk, report in chunks:
             self._read_prefill(chunk, report)
+        if masked and (states := self._scheduler.decoding()):
+            self._call = self._decode(states)
         if self._scheduler.running and self._dummy_run() and self._call is not None:
             self._call.is_clean = False
 
@@ -370,7 +386,7 @@ class Engine:
         choice = self._pacing.choose(states, rounds)
         self._compile_next(choice.missing)
         call = self._batch.decode(states, choice, self._slots.shortest())
-        call.is_clean &= not (self._chunks or self._is_compiling)
+        call.is_clean &= not (self._chunks or self._is_compiling or self._compiling_masks.locked())
         return call
 
     def _read_decode(self, call: DecodeCall) -> None:
@@ -381,9 +397,9 @@ class Engine:
         seconds, self._read_at = now - max(self._read_at, call.sent_at), now
         call.is_clean &= not self._is_compiling
         self._pacing.record(call, outputs, seconds)
-        self._rounds[call.choice.name.shape] += max(len(each.rounds) for each in outputs)
+        self._rounds[call.choice.name.shape] += max(len(each.output.rounds) for each in outputs)
         for each in outputs:
-            for committed, drafted in each.rounds:
+            for committed, drafted in each.output.rounds:
                 if drafted:
                     self._counts.update(drafts=1, drafted_tokens=drafted)
                     self._accepted.update(range(committed - 1))
@@ -407,7 +423,7 @@ class Engine:
                 return self._fail_of_nan(state, chunk.start + 1 + int(is_finite.argmin()))
             scored = [None] if chunk.is_first else []
             scored += logprobs.as_list(found, 0, new, request.top_logprobs)
-        output = RequestOutput([], prompt_logprobs=scored)
+        output = RequestOutput([], prompt_logprobs=scored, num_cached=state.num_cached)
         if chunk.is_last and request.max_new_tokens:
             first = state.logprobs_of(report.logprobs, 0, 1)
             output = output._replace(token_ids=report.root_1.tolist(), logprobs=first)
@@ -423,6 +439,8 @@ class Engine:
         self._counts["generated_tokens"] += len(output.token_ids)
         if NO_TOKEN in output.token_ids:
             self._fail_of_nan(state, length + output.token_ids.index(NO_TOKEN))
+        elif fault := state.row.advance(output.token_ids):
+            self._finish(state, RequestOutput.of_failure(InputError(f"its grammar: {fault}")))
         elif is_done:
             stopped = state.answer[-1:] and state.answer[-1] in state.request.stop_ids
             self._finish(state, output._replace(finish_reason="stop" if stopped else "length"))
@@ -444,7 +462,10 @@ class Engine:
         if not is_due or len(free) < needed or self._batch.is_lost():
             return False
         name, length = self._pacing.dummy_runs.popleft()
-        slots = free[: name.size if name.kind == "decode" else 1]
+        rows = name.size if name.kind == "decode" else 1
+        # One slot can serve all rows, so at most one cached prefix is dropped, or all if a mesh
+        # splits slots.
+        slots = free[: min(rows, max(needed, len(free) - self._slots.num_kept))]
         self._slots.forget(slots)
         try:
             self._pacing.record_dummy_run(name, length, self._batch.dummy_run(name, length, slots))

@@ -25,7 +25,7 @@ import jax
 import msgspec
 import numpy as np
 
-from moa_jax.engine.device_ops import SlotState
+from moa_jax.decode.slots import SlotState
 from moa_jax.engine.program_cache import ProgramCache, ProgramName
 from moa_jax.errors import first_line
 from moa_jax.runtime.followers import Followers, receive

@@ -5,8 +5,9 @@
     slot 2                                                                free, empty
 
 A request continues a free slot if its prompt begins with all tokens of the slot, as the next turn
-of a chat does. Otherwise the request gets the least recently used free slot, and the longest prefix
-that its prompt shares with any slot, in use or free, is copied there.
+of a chat does. Otherwise the request gets an empty slot, or else the least recently used free one,
+and the longest prefix that its prompt shares with any slot, in use or free, is copied there. A slot
+with more tokens than a sliding window may have lost rows of a prefix, which is computed again then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from moa_jax.decode.slots import Usable, common_prefix
 
 # Tokens of the smallest chunk, and of the shortest prefix that is reused. Fewer take as long: a
 # pass reads all weights (5 ms for an 8B model on an H100), and matrix units multiply 16 rows.
@@ -32,9 +35,10 @@ class Assignment(NamedTuple):
 class SlotTable:
     """The slots, and the tokens that each of them holds."""
 
-    def __init__(self, num_slots: int, reuses: bool) -> None:
-        """Without `reuses` free slots hold no tokens."""
-        self.reuses, self._in_use = reuses, set[int]()
+    def __init__(self, num_slots: int, reuses: bool, usable: Usable = common_prefix) -> None:
+        """Without `reuses` free slots hold no tokens; `usable` is `Session.usable_prefix`."""
+        # `written` has the tokens that the host knows of slots in use.
+        self.reuses, self._usable, self._in_use, self.written = reuses, usable, set[int](), {}
         # The least recently used slot comes first.
         self._tokens = {slot: np.zeros(0, np.int32) for slot in range(num_slots)}
 
@@ -60,7 +64,8 @@ class SlotTable:
         Without `may_reuse` the whole prompt is computed.
         """
         wanted = np.asarray(prompt[:-1] if may_reuse else (), np.int32)
-        common = {slot: common_prefix(held, wanted) for slot, held in self._tokens.items()}
+        usable = lambda slot, held: self._usable(held, wanted, self.written.get(slot, len(held)))
+        common = {slot: usable(slot, held) for slot, held in self._tokens.items()}
         order = lambda slot: (common[slot], slot not in self._in_use, -len(self._tokens[slot]))
         source = max(common, key=order)
         target, num_cached = self.free()[0], common[source]
@@ -95,10 +100,3 @@ class SlotTable:
 
     def _touch(self, slot: int) -> None:
         self._tokens[slot] = self._tokens.pop(slot)
-
-
-def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """The length of the longest common prefix."""
-    size = min(len(one), len(other))
-    differ = np.flatnonzero(one[:size] != other[:size])
-    return int(differ[0]) if len(differ) else size

@@ -2,12 +2,13 @@
 
     empty   copy   catch_up
     prefill (tokens)   score (tokens)      one prompt; score returns its log-probabilities
-    decode (batch, shape, rows)            rows: GREEDY, SAMPLED or LOGPROBS
+    decode (batch, shape, rows, masked)    rows: GREEDY, SAMPLED or LOGPROBS
 
 A batch is padded to a bucket: 1, 2, 4, ..., all slots, like SGLang's captured graphs. All programs
 update the same state of slots x tokens and read the cache length from it, so names have no length.
 Until a decode program is compiled, a stand-in serves its batch: a larger bucket, or a more general
-kind of rows. The engine's thread runs compiled programs and never compiles.
+kind of rows. Masked programs, of batches in which a request has a grammar, are compiled after the
+first such request. The engine's thread runs compiled programs and never compiles.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from moa_jax.decode import logprobs, step
 from moa_jax.decode.programs import Programs, power_of_two_buckets
 from moa_jax.decode.row_settings import joined, row_settings
 from moa_jax.decode.session import Session
+from moa_jax.decode.slots import SlotState
 from moa_jax.engine import device_ops
-from moa_jax.engine.device_ops import DecodeInput, PrefillInput, SlotState
+from moa_jax.engine.device_ops import DecodeInput, PrefillInput
 from moa_jax.engine.prefix_cache import LEAST_CHUNK
+from moa_jax.grammar.masks import Masks, Row, masks_of
 from moa_jax.model.cache import is_cache
 from moa_jax.runtime import memory
 from moa_jax.speculation.controller import ROUNDS
@@ -47,6 +50,7 @@ class ProgramName(NamedTuple):
     size: int = 1  # rows of a batch, or tokens of a chunk
     shape: DraftShape | None = None  # of a decode program
     rows: int = GREEDY  # of a decode program
+    masked: bool = False  # of a decode program: with masks of tokens, one round per call
 
 
 class ProgramCache:
@@ -94,11 +98,13 @@ class ProgramCache:
         shapes = sorted(self.session.ways, key=lambda shape: shape.num_drafted)
         return shapes if batch == self.buckets[0] else shapes[: 1 + MOST_SHAPES]
 
-    def decode_name(self, count: int, shape: DraftShape, rows: int) -> ProgramName | None:
+    def decode_name(
+        self, count: int, shape: DraftShape, rows: int, masked: bool = False
+    ) -> ProgramName | None:
         """The smallest compiled program for `count` rows of a kind, perhaps a stand-in; or None."""
         batches = [batch for batch in self.buckets if batch >= count]
         kinds = itertools.product(batches, range(rows, LOGPROBS + 1))
-        names = (ProgramName("decode", batch, shape, kind) for batch, kind in kinds)
+        names = (ProgramName("decode", batch, shape, kind, masked) for batch, kind in kinds)
         return next((name for name in names if name in self.ready), None)
 
     def chunk(self, count: int) -> int:
@@ -120,6 +126,10 @@ class ProgramCache:
         ]
         names += [ProgramName("decode", *each) for each in decode]
         return [*names, ProgramName("score", chunk)]
+
+    def first_masked(self) -> ProgramName:
+        """The stand-in for any batch in which a request has a grammar."""
+        return ProgramName("decode", self.buckets[-1], self.plainest, LOGPROBS, True)
 
     def later(self) -> list[ProgramName]:
         """Programs compiled when idle, in this order: greedy rows first, small batches first."""
@@ -171,8 +181,15 @@ class ProgramCache:
             case "prefill" | "score":
                 tokens_1T1 = np.zeros((1, name.size + 1), np.int32)
                 return (PrefillInput(slot_B, tokens_1T1, zero_1, zero_1 + 1, self.blank_row),)
-        settings = joined([self.blank_row] * size, sampled=name.rows != GREEDY)
-        return (DecodeInput(slot_B, np.ones(size, bool), settings, np.int32(ROUNDS // 2)),)
+        masks = self.masks(name, [Row()] * size)
+        settings = joined([self.blank_row] * size, name.rows != GREEDY, masks.bitmask_BNW)
+        live_B, rounds = np.ones(size, bool), np.int32(ROUNDS // 2)
+        return (DecodeInput(slot_B, live_B, settings, rounds, masks.tree),)
+
+    def masks(self, name: ProgramName, rows: Sequence[Row]) -> Masks:
+        """The masks of a call of these rows; none for a program without masks."""
+        vocab_size = self.session.target.config.vocab_size
+        return masks_of(rows, name.shape, vocab_size) if name.masked else Masks()
 
     def _form(self, num_slots: int) -> SlotState:
         """The shapes of a state's arrays."""

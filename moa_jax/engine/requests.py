@@ -19,6 +19,7 @@ from moa_jax.decode.logprobs import LogProbs, TokenLogprob, as_list
 from moa_jax.decode.row_settings import RowSettings
 from moa_jax.decode.session import GREEDY
 from moa_jax.errors import InputError
+from moa_jax.grammar.masks import Grammar, Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,10 @@ class Request:
     stop_ids: tuple[int, ...]  # the answer includes its stop token, as in `Session`
     sampling: Sampling = GREEDY  # `seed` is that of this request
     top_logprobs: int | None = None  # None: no log-probabilities; 0: only of the chosen tokens
-    prompt_logprobs: bool = False  # also those of the prompt; `max_new_tokens` may then be 0
+    # Also those of the prompt, with all top tokens without `top_logprobs`; no new tokens are fine.
+    prompt_logprobs: bool = False
+    # Of the answer, which ends with a token of `stop_ids`; needs `Engine.prepare_masks`.
+    grammar: Grammar | None = None
 
 
 class RequestOutput(NamedTuple):
@@ -42,6 +46,8 @@ class RequestOutput(NamedTuple):
     error: str = ""  # one line, if `finish_reason` is "error"
     # Of the prompt's next tokens, if requested; None for the prompt's first token.
     prompt_logprobs: Sequence[TokenLogprob | None] = ()
+    num_cached: int = 0  # tokens of the prompt that the prefix cache had; 0 after the prompt
+    rounds: Sequence[tuple[int, int]] = ()  # tokens committed and drafted in each round
 
     @classmethod
     def of_failure(cls, error: Exception) -> RequestOutput:
@@ -81,9 +87,12 @@ class RequestState:
     slot: int = -1
     answer: list[int] = dataclasses.field(default_factory=list)  # tokens that the host has read
     num_computed: int = 0  # tokens of the prompt in the slot, calls in flight included
-    # Tokens that a lagging drafter has not processed: of the prompt, and of plain rounds, at most.
+    num_cached: int = 0  # tokens of the prompt that the slot had at the start
+    # Tokens that a lagging drafter has not processed: of the prompt without a reused prefix, and of
+    # plain rounds, at most.
     num_prompt: int = 0
     num_plain: int = 0
+    row: Row = dataclasses.field(default_factory=Row)  # of masked calls
 
     @property
     def prompt_length(self) -> int:

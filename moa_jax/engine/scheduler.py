@@ -1,17 +1,17 @@
 """Decides the next step of an engine: chunks of prompts, and the requests of a decode call.
 
-    waiting    C D E ...      first come, first served, as slots become free
-    running    A B            A decodes, B is in prefill
+    waiting    D E ...        first come, first served, as slots become free
+    running    A B C          A and B decode, C is in prefill
 
     step       prefill                decode
-    1          B 0..63                A
-    2          B 64..99, C 0..27      A
-    3          C 28..91               A B
+    1          C 0..63                A B
+    2          C 64..99, D 0..27      A B C
+    3          D 28..91               A B C D
 
 A step has a budget of prompt tokens, so that a long prompt delays each decode call by one chunk.
-The budget grows if more prompts can be prefilled than requests decode. Prompts are prefilled in
-order of arrival, each to its end before the next one starts, so no request starves. Reference:
-chunked prefill, Sarathi (2308.16369).
+The budget grows if at least twice as many prompts can be prefilled as requests decode. Prompts are
+prefilled in order of arrival, each to its end before the next one starts, so no request starves.
+Reference: chunked prefill, Sarathi (2308.16369).
 """
 
 from __future__ import annotations
@@ -111,19 +111,21 @@ class Scheduler:
 
     def _next_prompt(self) -> RequestState | None:
         """The oldest request whose prompt is incomplete, if it has or can get a slot."""
-        for state in self.running:
-            if state.num_computed < state.prompt_length:
-                return state
-        if self.waiting and len(self.running) < self.num_slots:
-            return self.waiting[0]
-        return None
+        begun = (state for state in self.running if state.num_computed < state.prompt_length)
+        may_begin = self.waiting and len(self.running) < self.num_slots
+        return next(begun, self.waiting[0] if may_begin else None)
 
     def _admit(self, state: RequestState) -> int | None:
-        """Assigns a slot to the oldest waiting request; returns the slot to copy a prefix from."""
+        """Assigns a slot to the oldest waiting request; returns the slot to copy a prefix from.
+
+        A waiting request needs no matcher of its grammar.
+        """
         self.waiting.popleft()
-        prompt = state.request.prompt_ids
-        found = self.slots.assign(prompt, may_reuse=not state.request.prompt_logprobs)
-        state.slot, state.num_computed = found.slot, found.num_cached
-        state.phase = Phase.PREFILL
+        request = state.request
+        self.slots.written = {each.slot: each.length for each in self.running}
+        found = self.slots.assign(request.prompt_ids, may_reuse=not request.prompt_logprobs)
+        state.row = request.grammar.row() if request.grammar else state.row
+        state.slot, state.phase = found.slot, Phase.PREFILL
+        state.num_computed = state.num_cached = found.num_cached
         self.running.append(state)
         return found.source if found.source != found.slot else None

@@ -1,14 +1,16 @@
 """Keys of a config.json that change a model's computation, and their supported values.
 
-Only the keys listed here are refused, since transformers writes dozens of harmless keys. Other
-model families and other software use the listed keys for models with the same tensors.
+Of a whole model only the keys listed here are refused, since transformers writes dozens of harmless
+keys. Other model families and other software use the listed keys for models with the same tensors.
+Of a one-layer drafter all keys but the listed ones are refused: each trainer of drafters adds keys
+of its own, and a drafter that is computed wrongly only drafts badly.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moa_jax.errors import InputError
@@ -51,12 +53,30 @@ LAYER_NEUTRAL: Values = {
     **_keys((False,), "norm_before_residual norm_before_fc fc_norm norm_output layernorms"),
     **_keys((False,), "use_mtp_layernorm parallel_drafting"),
     **_keys((True,), "skip_prenorm skip_output_norm use_input_layernorm_in_first_layer"),
-    **_keys((True,), "use_last_layernorm use_aux_hidden_state"),
+    **_keys((True,), "use_last_layernorm use_aux_hidden_state next_layer_regular"),
     **_keys((3,), "num_aux_hidden_states"),
     **_keys((1,), "parallel_draft_step"),
     **_keys((), "ptd_token_id pard_token"),
     **_keys((0,), "feature_shift"),
 }
+
+# Keys that do not change the logits: of transformers' configs, and of trainers of drafters. Names
+# with a leading underscore are those of transformers itself.
+_BOOKKEEPING = """
+    _* architectures auto_map dtype torch_dtype transformers_version id2label label2id problem_type
+    name_or_path return_dict output_hidden_states output_attentions torchscript use_bfloat16
+    tf_legacy_loss pruned_heads chunk_size_feed_forward is_decoder cross_attention_hidden_size
+    tie_encoder_decoder finetuning_task tokenizer_class prefix task_specific_params bos_token_id
+    eos_token_id pad_token_id sep_token_id decoder_start_token_id max_length min_length do_sample
+    early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
+    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+    bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
+    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens pretraining_tp use_cache attention_dropout initializer_range
+    has_no_defaults_at_init is_composition speculators_* embed_requires_grad target_model_type
+    parallel_draft_heads_num_layers decoder_sparse_step bias method target shifted_mask
+    num_speculative_tokens num_lookahead_tokens inference_type base_model_*
+""".split()
 
 
 def refuse_keys(config: Mapping[str, Any], where: str, neutral: Values = NEUTRAL) -> None:
@@ -75,12 +95,34 @@ def refuse_keys(config: Mapping[str, Any], where: str, neutral: Values = NEUTRAL
             )
 
 
+def refuse_unknown(config: Mapping[str, Any], where: str, known: Iterable[str]) -> None:
+    """Raise InputError, naming `where`, for the first key that no list holds, unless it is null.
+
+    `known` has the keys that the caller reads.
+    """
+    patterns = [*_BOOKKEEPING, *_READ, *_READ_ALSO, *NEUTRAL, *HARMLESS, *known]
+    for key, value in config.items():
+        if value is not None and not any(fnmatch.fnmatch(key, each) for each in patterns):
+            raise InputError(
+                f"{where}: {key}: {shown(value)} is not a supported key and may change the "
+                "computation; remove the key if it does not"
+            )
+
+
 def flag(config: Mapping[str, Any], key: str, where: str) -> bool:
     """The boolean value of a key, False if missing; raises InputError for other types."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         raise InputError(f"{where}: {key}: {shown(value)} is not a boolean; write true or false")
     return bool(value)
+
+
+def check_sections(config: Mapping[str, Any], where: str) -> None:
+    """Raise InputError for a section of a drafter's config.json that is no object."""
+    for key in ("target", "eagle_config", "speculators_config", "transformer_layer_config"):
+        value = config.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise InputError(f"{where}: {key}: {shown(value)} is not an object; write {{...}}")
 
 
 def refuse_contradictions(config: Mapping[str, Any], where: str) -> None:
@@ -105,6 +147,12 @@ _READ = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
     *("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "hidden_act"),
     *("tie_word_embeddings", "attention_bias", "mlp_bias"),
+)
+_READ_ALSO = (  # by `hf_config` and by `layer_files`
+    *("model_type", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
+    *("original_max_position_embeddings", "quantization_config", "compression_config"),
+    *("attention_scale", "attn_scale", "softmax_scale", "query_pre_attn_scalar", "rotary_dim"),
+    *("*qk_norm", "qk_layernorm", "draft_vocab_size", "eagle_config"),
 )
 
 

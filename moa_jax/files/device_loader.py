@@ -41,21 +41,32 @@ def read_params(
     matrices, for layers as a list. Raises InputError for truncated files, for finite numbers that
     overflow in `dtype`, for non-finite matrices that are to be quantized, and with `finite` for
     any number that is not finite.
+
+    Matrices that are stored in eight bits are kept so in a list of layers, without `weights`, and
+    restored to `dtype` in stacked layers.
     """
     leaves: dict[convert.Path, Matrix] = {}
     depth = 1 + max((convert.row_of(path) or 0 for path in table), default=0)
     goals = [_goal(*item, layers, depth, sharding) for item in table.items()]
-    on_host = [_is_turned_on_host(reader, packing) for packing in table.values()]
+    parts = [_parts_of(reader, goal, dtype) for goal in goals]
     wanted = (
-        packed.Needed(goal.packing, is_turned, _parts_here(goal.packing.shape, goal.each), finite)
-        for goal, is_turned in zip(goals, on_host, strict=True)
+        packed.Needed(
+            *(part.packing, part.is_turned, _parts_here(part.packing.shape, part.each), finite),
+            np.uint8 if part.is_bytes else None,
+        )
+        for part in itertools.chain(*parts)
     )
     with contextlib.closing(packed.read_packed(reader, wanted, dtype)) as arrays:
-        for (path, packing, row, shape, where, each), is_turned in zip(goals, on_host, strict=True):
-            placed = _place(next(arrays), packing.turns and not is_turned, dtype, each)
+        for (path, packing, row, shape, where, each), read in zip(goals, parts, strict=True):
+            source = f"{reader.file_of[packing.names[0]]}: {' + '.join(packing.names)}"
+            placed = [_place(next(arrays), part) for part in read]
+            if len(placed) > 1:
+                leaf = _joined(path, Quantized(*placed), each, source, weights)
+                placed = leaf if row is None else _restored(path[-1:], leaf)
+            else:
+                (placed,) = placed
             if row is None:
                 if weights:
-                    source = f"{reader.file_of[packing.names[0]]}: {' + '.join(packing.names)}"
                     placed = _stored_as(path, placed, weights, where, source)
                 leaves[path] = placed
                 continue
@@ -91,6 +102,36 @@ def _goal(
     if where and row is not None:
         each = NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
     return _Goal(path, packing, row, shape, where, each)
+
+
+class _Part(NamedTuple):
+    """An array that is read: a parameter, or the values or the scales of one in eight bits."""
+
+    packing: convert.Packing
+    dtype: Any
+    each: NamedSharding | None
+    is_turned: bool  # on the host
+    is_bytes: bool = False
+
+
+def _parts_of(reader: tensor_reader.TensorReader, goal: _Goal, dtype: Any) -> list[_Part]:
+    part = _Part(goal.packing, dtype, goal.each, _is_turned_on_host(reader, goal.packing))
+    if (scales := reader.quantized(goal.packing)) is None:
+        return [part]
+    if not quantize.is_matrix(goal.path[-1:], scales.packing.shape):
+        raise InputError(
+            f"{' + '.join(goal.packing.names)}: eight bits are not read here; use a folder whose "
+            "config.json ignores this matrix"
+        )
+    if np.dtype(dtype) == np.float16:
+        raise InputError("float16 has no room for the scales of eight bits; choose another dtype")
+    kind, at = np.dtype(quantize.stored_dtype(scales.format)), (goal.each, goal.each)
+    if goal.each is not None:
+        struct = lambda shape: jax.ShapeDtypeStruct(shape, kind)
+        form = Quantized(struct(goal.packing.shape), struct(scales.packing.shape))
+        at = quantize.sharding_as(goal.path[-1:], form, goal.each)
+    values = part._replace(dtype=kind, each=at[0], is_bytes=True)
+    return [values, _Part(scales.packing, dtype, at[1], is_turned=True)]
 
 
 def _parts_here(shape: convert.Shape, sharding: NamedSharding | None) -> set[packed.Box] | None:
@@ -140,9 +181,11 @@ def _is_turned_on_host(reader: tensor_reader.TensorReader, packing: convert.Pack
     return most is None or sum(map(reader.num_bytes, packing.names)) < most
 
 
-def _place(array: np.ndarray, turn: bool, dtype: Any, sharding: NamedSharding | None) -> jax.Array:
-    """Put an array onto its devices, transpose it there if `turn`, and wait for the result."""
-    if not turn:
+def _place(array: np.ndarray, part: _Part) -> jax.Array:
+    """Put an array onto its devices, transpose it there if needed, and wait for the result."""
+    dtype, sharding = part.dtype, part.each
+    array = array.view(dtype) if part.is_bytes else array
+    if part.is_turned or not part.packing.turns:
         return jax.block_until_ready(_put(array, sharding))
     last_first = sharding and NamedSharding(
         sharding.mesh, PartitionSpec(*sharding.spec[1:], sharding.spec[0])
@@ -161,6 +204,31 @@ def _turn(joined: jax.Array, dtype: np.dtype, sharding: NamedSharding | None) ->
     """Move the last axis to the front, then cast: the transfer uses the narrower dtype."""
     turned = jnp.moveaxis(joined, -1, 0).astype(dtype)
     return turned if sharding is None else jax.lax.with_sharding_constraint(turned, sharding)
+
+
+def _joined(
+    path: convert.Path,
+    read: Quantized,
+    sharding: NamedSharding | None,
+    source: str,
+    weights: Format | None,
+) -> Quantized:
+    """A matrix as its folder stores it in eight bits; InputError for damaged scales."""
+    if weights:
+        raise InputError(f"{source} is stored in eight bits already; leave out --weights {weights}")
+    if not bool(jnp.isfinite(read.scale).all()):
+        raise InputError(f"{source} has scales that are not finite; fetch the model again")
+    return _without_single_group(path[-1:], read, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2), donate_argnums=1)
+def _without_single_group(
+    path: convert.Path, read: Quantized, sharding: NamedSharding | None
+) -> Quantized:
+    return quantize.placed_as(path, quantize.without_single_group(path, read), sharding)
+
+
+_restored = jax.jit(quantize.restored, static_argnums=0)
 
 
 def _stored_as(

@@ -13,17 +13,18 @@ rows of a Llama's query and key heads in the order of its own rotary embedding:
     llama.cpp   row 2i of a head is row i of the first half, row 2i + 1 row i of the second half
     here        the first half of a head's rows, then the second half
 
-References: the GGUF specification (ggml's docs/gguf.md); llama.cpp's convert_hf_to_gguf.py.
+The norm scales of Gemma include the 1 that is added to the stored weights here. The experts of a
+layer are one tensor, whose parts are read as the tensors of the experts.
+
+References: the GGUF specification (ggml's docs/gguf.md); llama.cpp's convert_hf_to_gguf.py and, for
+YaRN's factors and Gemma's defaults, llama-model.cpp.
 """
 
 from __future__ import annotations
 
-import atexit
-import dataclasses
-import functools
 import hashlib
 import math
-import shutil
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,35 +36,48 @@ import numpy as np
 from moa_jax.config import RopeScaling
 from moa_jax.errors import InputError, first_line
 from moa_jax.files import tensor_reader, whole_files
+from moa_jax.files.families import ARCHITECTURES as CLASSES
 from moa_jax.files.gguf_tokenizer import write_tokenizer
-from moa_jax.files.hf_config import target_config_from_hf
-from moa_jax.files.paths import user_cache
+from moa_jax.files.hf_config import GEMMA3, rope_to_hf, target_config_from_hf
+from moa_jax.files.paths import writable_cache
 from moa_jax.model import convert
 from moa_jax.model.layers import inverse_frequencies
 
-FORMAT = 2  # of the folder; raise when derived files or checks change
+FORMAT = 3  # of the folder; raise when derived files or checks change
 INDEX, LINK = tensor_reader.GGUF_INDEX, tensor_reader.GGUF_LINK
 # Control tokens that end a turn or a sequence, by name, as in llama.cpp. A GGUF file states one end
 # token; the generation_config.json of the same model often lists several.
 ENDS = (
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"),
-    *("<|endoftext|>", "<|end_of_text|>"),
+    *("<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"),
 )
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "mistral3": gguf.MODEL_ARCH.MISTRAL3,
+    "gemma3": gguf.MODEL_ARCH.GEMMA3,
 }
+REORDERED = ("llama", "mistral3")  # architectures whose query and key rows are reordered
 # Keys of an architecture that change the computation, with the only supported value; None stands
 # for absent or 0.
 _ABSENT = (
     "attention.clamp_kqv attention.max_alibi_bias attention.scale attention.sliding_window "
     "attention.temperature_scale attn_logit_softcapping embedding_scale expert_count "
+    "expert_shared_count expert_group_count leading_dense_block_count "
     "final_logit_softcapping logit_scale residual_scale rope.scaling.yarn_log_multiplier "
     "use_parallel_residual"
 )
 NEUTRAL: dict[str, Any] = dict.fromkeys(_ABSENT.split())
 NEUTRAL |= {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
+NEUTRAL |= {"rope.scaling.yarn_attn_factor": 1.0, "rope.scaling.yarn_ext_factor": 1.0}
+OWN = {  # keys that are read for these architectures alone
+    "gemma3": ("attention.sliding_window",),
+    "mistral3": ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
+    "qwen3moe": ("expert_count",),
+}
+_ORIGINAL = "original_max_position_embeddings"
 ROPE_FACTORS = "rope_freqs.weight"  # (E / 2,): llama.cpp's divisors of rotary frequencies
 
 
@@ -77,7 +91,7 @@ def folder_of(path: Path) -> Path:
     status = file.stat()
     times = status.st_mtime_ns, status.st_ctime_ns
     seen = repr((FORMAT, str(file), status.st_ino, status.st_size, *times))
-    folder = _cache() / hashlib.sha256(seen.encode()).hexdigest()[:16] / path.stem
+    folder = writable_cache("gguf") / hashlib.sha256(seen.encode()).hexdigest()[:16] / path.stem
     if not (folder / INDEX).is_file():
         try:
             _write_folder(file, folder)
@@ -89,24 +103,6 @@ def folder_of(path: Path) -> Path:
                 "convert the model again"
             ) from error
     return folder
-
-
-def _cache() -> Path:
-    """The parent of all GGUF folders; a temporary folder if the user's cache cannot be written."""
-    try:
-        root = user_cache() / "gguf"
-        root.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=root).close()
-        return root
-    except (OSError, RuntimeError):  # RuntimeError: no home directory
-        return _temporary()
-
-
-@functools.cache
-def _temporary() -> Path:
-    folder = tempfile.mkdtemp(prefix="moa-jax-gguf-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
 
 
 def _write_folder(path: Path, folder: Path) -> None:
@@ -162,6 +158,8 @@ class _Metadata:
             )
         for key, neutral in NEUTRAL.items():
             value = self.of_model(key, neutral)
+            if key in OWN.get(self.architecture, ()):
+                continue
             if value != neutral and (value or neutral):  # 0 counts as absent
                 raise InputError(
                     f"{path}: {self.architecture}.{key} is {value}, which is not supported; use a "
@@ -230,24 +228,27 @@ def _config_and_tensors(
     config = _config(metadata, stored)
     target = target_config_from_hf(config, str(metadata.path))
     names = gguf.get_tensor_name_map(ARCHITECTURES[metadata.architecture], target.num_layers)
-    name_of = {
-        names.get_name(name, (".weight", ".bias")): name
-        for name in convert.stored_shapes(convert.target_table(target))
-    }
+    names_of: dict[str | None, list[str]] = {}
+    for name in convert.stored_shapes(convert.target_table(target)):
+        of_all = re.sub(r"\.experts\.\d+\.", ".experts.", name)  # one tensor per expert here
+        names_of.setdefault(names.get_name(of_all, (".weight", ".bias")), []).append(name)
     heads = {"q_proj": target.block.num_heads, "k_proj": target.block.num_kv_heads}
-    heads = heads if metadata.architecture == "llama" else {}  # reordered for Llama only
+    heads = heads if metadata.architecture in REORDERED else {}
     tensors: dict[str, Any] = {}
     for tensor in file.tensors:
         if tensor.name == ROPE_FACTORS:
             continue
-        name = name_of.get(tensor.name, tensor.name)  # loading refuses unknown tensors
-        tensors[name] = {
-            "type": tensor.tensor_type.name,
-            "shape": [int(size) for size in reversed(tensor.shape)],
-            "data_offsets": [int(tensor.data_offset), int(tensor.data_offset + tensor.n_bytes)],
-        }
-        if count := heads.get(name.split(".")[-2] if "." in name else ""):
-            tensors[name]["heads"] = count
+        parts = names_of.get(tensor.name, [tensor.name])  # loading refuses unknown tensors
+        shape = [int(size) for size in reversed(tensor.shape)]
+        shape = shape[1:] if len(parts) > 1 and shape[0] == len(parts) else shape
+        begin, size = int(tensor.data_offset), int(tensor.n_bytes) // len(parts)
+        for index, name in enumerate(parts):
+            ends = [begin + index * size, begin + (index + 1) * size]
+            tensors[name] = {"type": tensor.tensor_type.name, "shape": shape, "data_offsets": ends}
+            if count := heads.get(name.split(".")[-2] if "." in name else ""):
+                tensors[name]["heads"] = count
+            if target.block.gemma_norms and name.endswith("norm.weight"):
+                tensors[name]["less"] = 1.0
     reader = GGUFReader(metadata.path, tensors)
     reader.check(convert.stored_shapes(convert.target_table(target)))
     return config, tensors
@@ -271,11 +272,10 @@ def _config(metadata: _Metadata, stored: Mapping[str, gguf.ReaderTensor]) -> dic
         raise InputError(f"{metadata.path} lacks the tensor token_embd.weight; fetch it again")
     theta = _shortest(metadata.of_model("rope.freq_base", 10000.0))
     rope = _rope_scaling(metadata, stored, head_dim, theta)
-    is_llama = metadata.architecture == "llama"
+    is_llama, family = metadata.architecture == "llama", _family(metadata)
     return {
-        "architectures": [f"{metadata.architecture.capitalize()}ForCausalLM"],
-        "model_type": metadata.architecture,
-        "hidden_act": "silu",
+        "architectures": [CLASSES[family]],
+        "model_type": family,
         "vocab_size": int(embedding.shape[-1]),
         "hidden_size": width,
         "intermediate_size": metadata.size("feed_forward_length"),
@@ -292,6 +292,38 @@ def _config(metadata: _Metadata, stored: Mapping[str, gguf.ReaderTensor]) -> dic
         "tie_word_embeddings": "output.weight" not in stored,
         "attention_bias": is_llama and "blk.0.attn_q.bias" in stored,
         "mlp_bias": is_llama and "blk.0.ffn_gate.bias" in stored,
+        "sliding_window": None,
+        **(_gemma3(metadata, width // heads, head_dim) if family == GEMMA3 else {}),
+        **(_experts(metadata) if metadata.architecture == "qwen3moe" else {}),
+    }
+
+
+def _family(metadata: _Metadata) -> str:
+    """The model type of transformers; `mistral3` holds Mistral Small 3 and Ministral 3."""
+    if metadata.architecture == "mistral3":
+        return "ministral3" if metadata.of_model("attention.temperature_scale") else "mistral"
+    types = {"gemma3": GEMMA3, "qwen3moe": "qwen3_moe"}
+    return types.get(metadata.architecture, metadata.architecture)
+
+
+def _gemma3(metadata: _Metadata, width_per_head: int, head_dim: int) -> dict[str, Any]:
+    """Windows, and values that llama.cpp does not store: the scale of the 27B model's scores."""
+    is_27b = metadata.size("block_count") == 62
+    return {
+        "sliding_window": metadata.size("attention.sliding_window"),
+        "sliding_window_pattern": metadata.of_model("attention.sliding_window_pattern", 6),
+        "rope_local_base_freq": _shortest(metadata.of_model("rope.freq_base_swa", 10000.0)),
+        "query_pre_attn_scalar": width_per_head if is_27b else head_dim,
+    }
+
+
+def _experts(metadata: _Metadata) -> dict[str, Any]:
+    """Sizes of experts; llama.cpp scales the weights of a token's experts to a sum of 1."""
+    return {
+        "num_experts": metadata.size("expert_count"),
+        "num_experts_per_tok": metadata.size("expert_used_count"),
+        "moe_intermediate_size": metadata.size("expert_feed_forward_length"),
+        "norm_topk_prob": True,
     }
 
 
@@ -318,12 +350,30 @@ def _rope_scaling(
         return _llama3_scaling(metadata.path, factors, head_dim, theta)
     if not scaled:
         return None
+    if kind == "yarn":
+        return _yarn(metadata, factor)
     if kind != "linear":
         raise InputError(
-            f"{metadata.path}: rope scaling {kind!r} is not supported; use a model with llama3 or "
-            "linear scaling, or without scaling"
+            f"{metadata.path}: rope scaling {kind!r} is not supported; use a model with llama3, "
+            "linear or yarn scaling, or without scaling"
         )
     return {"rope_type": "linear", "factor": _shortest(factor)}
+
+
+def _yarn(metadata: _Metadata, factor: float) -> dict[str, Any]:
+    """YaRN's settings; the multiplier of its logarithm is transformers' `mscale_all_dim`."""
+    length = metadata.size("rope.scaling.original_context_length")
+    found = {"rope_type": "yarn", "factor": _shortest(factor), _ORIGINAL: length}
+    if multiplier := metadata.of_model("rope.scaling.yarn_log_multiplier"):
+        found |= {"mscale": 1.0, "mscale_all_dim": _shortest(multiplier)}
+    for key, name in (
+        ("rope.scaling.yarn_beta_fast", "beta_fast"),
+        ("rope.scaling.yarn_beta_slow", "beta_slow"),
+        ("attention.temperature_scale", "llama_4_scaling_beta"),
+    ):
+        if value := metadata.of_model(key):
+            found[name] = _shortest(value)
+    return found
 
 
 def _llama3_scaling(
@@ -360,7 +410,7 @@ def _llama3_scaling(
     found = inverse_frequencies(head_dim, theta, scaling)
     if not np.allclose(found, frequency / factors, rtol=1e-4, atol=0):
         raise refusal
-    return dataclasses.asdict(scaling)
+    return rope_to_hf(scaling)
 
 
 class GGUFReader(tensor_reader.TensorReader):
@@ -389,9 +439,9 @@ class GGUFReader(tensor_reader.TensorReader):
         if heads := self._tensors[name].get("heads"):
             pairs = values.reshape(heads, -1, 2, *shape[1:])
             values = pairs.swapaxes(1, 2).reshape(shape)
-        return values
+        return values - less if (less := self._tensors[name].get("less")) else values
 
-    def _other(self, name: str, content: np.ndarray) -> np.ndarray:
+    def _other(self, name: str, path: Path, content: np.ndarray) -> np.ndarray:
         shape = self.shapes[name]
         rows_RX = content.reshape(math.prod(shape[:-1]), -1)
         return gguf.dequantize(rows_RX, self._type_of(name)).reshape(shape)

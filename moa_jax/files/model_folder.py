@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from moa_jax.errors import InputError, TemporaryError, first_line
 from moa_jax.files import casts
+from moa_jax.files.foreign import text_names
 from moa_jax.files.tensor_reader import GGUF_INDEX, Stored, TensorReader
 from moa_jax.files.whole_files import read_json, write_json
 from moa_jax.model.convert import Shape
@@ -38,7 +39,7 @@ _FILES_OF_MODEL = (
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MAX_FILE_BYTES = 4 * 1024**3
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLES = "pytorch_model*.bin"
+PICKLES = "pytorch_model*.bin"
 WRITER = "moa-jax"  # in the metadata of an index: marks files that a later write may remove
 _OTHERS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.msgpack", "*.h5", "*.npz", "*.onnx")
 
@@ -46,7 +47,9 @@ _OTHERS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.msgpack", "*.h5", "*.np
 def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) -> Path:
     """A local folder as given, or the cached folder of a hub id after downloading missing files.
 
-    A GGUF file, or a folder with one and no safetensors, maps to the folder of its metadata.
+    A GGUF file, or a folder with one and no safetensors, maps to the folder of its metadata. A
+    folder of pickles maps to its copy as safetensors, if torch is installed; with `weights` False
+    pickles are neither copied nor downloaded.
     """
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
@@ -56,7 +59,7 @@ def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) ->
 
         return gguf.folder_of(path)
     if path.is_dir():
-        return path
+        return _unpickled(path) if weights else path
     name = os.fspath(path_or_hub_id)
     if path.exists():
         raise InputError(f"{name} is a file; give the folder that holds it, or a .gguf file")
@@ -69,12 +72,27 @@ def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) ->
         raise InputError(f"cannot open {name}: no such file; check the path")
     if not _HUB_ID.fullmatch(name):
         raise InputError(f"{name} is not a folder; check the path")
+    from moa_jax.files import pickles  # imports this module
+
+    patterns = ["*.json", "README.md", *TOKENIZER_PATTERNS]
+    patterns += ["*.safetensors"] if weights else []
+    folder = _downloaded(name, patterns)
+    if weights and not any(folder.glob("*.safetensors")) and _is_pickled_on_the_hub(name):
+        if not pickles.has_torch():
+            raise _pickled(name, "FOLDER", f"hf download {name} --local-dir FOLDER, then ")
+        return _unpickled(_downloaded(name, [*patterns, PICKLES]))
+    return folder
+
+
+def _downloaded(name: str, patterns: list[str]) -> Path:
+    """The cached folder of a hub id, with its files of these patterns."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
 
-    patterns = ["*.json", *TOKENIZER_PATTERNS, *(["*.safetensors"] if weights else [])]
     try:
-        folder = Path(snapshot_download(name, allow_patterns=patterns))
+        # Mistral's repositories hold the same weights twice.
+        others = {"ignore_patterns": "consolidated*"}
+        return Path(snapshot_download(name, allow_patterns=patterns, **others))
     except GatedRepoError as error:
         raise InputError(
             f"{name} is gated on the hub; accept its licence there and run `hf auth login`"
@@ -84,9 +102,6 @@ def find_folder(path_or_hub_id: str | os.PathLike[str], weights: bool = True) ->
             f"{name} is neither a folder nor reachable as a hub id ({first_line(error)}); "
             "check the spelling and the network"
         ) from error
-    if weights and not any(folder.glob("*.safetensors")) and _is_pickled_on_the_hub(name):
-        raise _pickled(name, "FOLDER", f"hf download {name} --local-dir FOLDER, then ")
-    return folder
 
 
 def _only_gguf(folder: Path) -> Path | None:
@@ -100,12 +115,21 @@ def _only_gguf(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
+def _unpickled(folder: Path) -> Path:
+    """A folder, or its copy as safetensors if the folder holds pickles only and torch exists."""
+    if any((folder / name).exists() for name in (SINGLE, INDEX)) or not any(folder.glob(PICKLES)):
+        return folder
+    from moa_jax.files import pickles  # imports this module
+
+    return pickles.folder_of(folder) if pickles.has_torch() else folder
+
+
 def _is_pickled_on_the_hub(name: str) -> bool:
     """Whether a repository holds pytorch_model*.bin; False if the hub cannot be reached."""
     from huggingface_hub import list_repo_files
 
     try:
-        return any(fnmatch.fnmatch(file, _PICKLES) for file in list_repo_files(name))
+        return any(fnmatch.fnmatch(file, PICKLES) for file in list_repo_files(name))
     except Exception:  # of any type; missing weights are reported when they are read
         return False
 
@@ -113,9 +137,9 @@ def _is_pickled_on_the_hub(name: str) -> bool:
 def _pickled(where: Any, folder: Any, first: str = "") -> InputError:
     """The error for pickled weights, with the command that converts them to safetensors."""
     return InputError(
-        f"{where} holds pytorch_model.bin but no safetensors, and pickles are never read; "
-        f"run {first}python -m infer.peers.unpickle {folder} NEW_FOLDER once (it needs torch and "
-        "uses torch.load with weights_only=True)"
+        f"{where} holds pytorch_model.bin but no safetensors, and only torch reads pickles; pip "
+        f"install torch, or run {first}python -m infer.peers.unpickle {folder} NEW_FOLDER on a "
+        "machine that has torch"
     )
 
 
@@ -184,12 +208,16 @@ def readers_of_files(folder: Path) -> list[TensorReader]:
 
 
 def open_tensors(folder: Path) -> TensorReader:
-    """A reader for the tensors of a model folder; raises InputError for damaged files."""
+    """A reader for the tensors of a model folder; raises InputError for damaged files.
+
+    Of a model with a vision tower, the text model's tensors, by the names of a text model.
+    """
     if (folder / GGUF_INDEX).is_file():
         from moa_jax.files.gguf import GGUFReader
 
         return GGUFReader.of_folder(folder)
-    return SafetensorsReader(folder)
+    reader = SafetensorsReader(folder)
+    return reader.renamed(text_names(reader.shapes))
 
 
 class SafetensorsReader(TensorReader):
@@ -205,8 +233,8 @@ class SafetensorsReader(TensorReader):
                 shapes[name] = tuple(entry["shape"])
         super().__init__(folder, stored, shapes)
 
-    def _other(self, name: str, content: np.ndarray) -> np.ndarray:
-        return _open_safetensors(self.file_of[name]).get_tensor(name)
+    def _other(self, name: str, path: Path, content: np.ndarray) -> np.ndarray:
+        return _open_safetensors(path).get_tensor(name)
 
 
 def write_tensors(
@@ -265,7 +293,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
         return _shards(folder)
-    if any(folder.glob(_PICKLES)):
+    if any(folder.glob(PICKLES)):
         raise _pickled(folder, folder)
     others = [path.name for pattern in _OTHERS for path in sorted(folder.glob(pattern))]
     if others:

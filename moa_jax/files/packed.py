@@ -58,6 +58,7 @@ class Needed(NamedTuple):
     turned: bool  # whether the host transposes the array, if `packing.turns`
     boxes: Collection[Box] | None = None  # the parts to fill; None for all
     finite: bool = False  # whether NaN and infinity are refused
+    dtype: Any = None  # of the array, if not that of the others; uint8 for bytes of any meaning
 
 
 def read_packed(reader: TensorReader, wanted: Iterable[Needed], dtype: Any) -> Iterator[np.ndarray]:
@@ -74,7 +75,7 @@ def read_packed(reader: TensorReader, wanted: Iterable[Needed], dtype: Any) -> I
         begun = collections.deque()
         try:
             for each in wanted:
-                array, pieces = _planned(reader, each, dtype)
+                array, pieces = _planned(reader, each, each.dtype or dtype)
                 begun.append((each, array, [threads.submit(_fill, piece) for piece in pieces]))
                 del array, pieces
                 if len(begun) == 2:
@@ -166,7 +167,8 @@ def _fill(piece: _Piece) -> bool:
     given_OI, out_OI = piece.given_OI, piece.out_OI
     if given_OI.itemsize >= out_OI.itemsize:  # cast first, to transpose fewer bytes
         given_OI = casts.to_dtype(given_OI, out_OI.dtype)
-    is_faulty = casts.is_faulty(piece.given_OI, given_OI, piece.finite)
+    is_bytes = given_OI.dtype == np.uint8
+    is_faulty = not is_bytes and casts.is_faulty(piece.given_OI, given_OI, piece.finite)
     if piece.turned:
         given_OI = _turned(given_OI)
     if given_OI.dtype == out_OI.dtype:  # numpy copies bfloat16 one by one, integers in bulk

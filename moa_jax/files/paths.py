@@ -9,10 +9,14 @@ any of these checks `is_stored`.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import functools
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -132,3 +136,21 @@ def user_cache() -> Path:
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     root = given if given.is_absolute() else Path.home() / ".cache"
     return root / "moa-jax"
+
+
+def writable_cache(name: str) -> Path:
+    """A folder of the user's cache; a temporary folder if the cache cannot be written."""
+    try:
+        root = user_cache() / name
+        root.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=root).close()
+        return root
+    except (OSError, RuntimeError):  # RuntimeError: no home directory
+        return _temporary(name)
+
+
+@functools.cache
+def _temporary(name: str) -> Path:
+    folder = tempfile.mkdtemp(prefix=f"moa-jax-{name}-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)

@@ -24,6 +24,14 @@ class Files(NamedTuple):
     read: Callable[[str], np.ndarray]  # reads a tensor by name
 
 
+class StoredDrafter(NamedTuple):
+    """The files of a drafter that is written: config.json, and tensors from the parameters."""
+
+    config: dict[str, Any]
+    table: Table
+    constants: dict[str, np.ndarray]  # tensors besides the parameters
+
+
 class DrafterKind(NamedTuple):
     """One entry of the registry: pure functions over config dictionaries and shapes."""
 
@@ -38,6 +46,8 @@ class DrafterKind(NamedTuple):
     extras: tuple[str, ...] = ()
     # names of duplicated target tensors: drafter -> target; the tensors must be equal
     copies: Mapping[str, str] = MappingProxyType({})
+    # files of the speculators library, from config and target config; None: it has no such kind
+    speculators: Callable[[Any, TargetConfig], StoredDrafter] | None = None
     without_files: Any = None  # the config of a kind without files, which is selected by name
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
 
 from moa_jax.errors import InputError
-from moa_jax.model.convert import Shape
+from moa_jax.model.convert import Packing, Shape
+from moa_jax.model.quantize import Format
 
 FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 GGUF_INDEX, GGUF_LINK = "gguf_tensors.json", "model.gguf"  # in the folder of a GGUF file
@@ -25,8 +28,17 @@ class Stored(NamedTuple):
     end: int
 
 
+class StoredScales(NamedTuple):
+    """The format of a matrix that is stored in eight bits, and the packing of its scales."""
+
+    format: Format
+    packing: Packing
+
+
 class TensorReader:
     """The tensors of a model's files by name; data is read only when `read` is called."""
+
+    scales: Mapping[str, str] = MappingProxyType({})  # names by matrix that is stored in eight bits
 
     def __init__(
         self, where: Path, stored: Mapping[str, Stored], shapes: Mapping[str, Shape]
@@ -35,6 +47,19 @@ class TensorReader:
         self._where, self._stored, self.shapes = where, stored, dict(shapes)
         self.file_of = {name: place.path for name, place in stored.items()}
         self._maps: dict[Path, np.ndarray] = {}
+        self._in_files: Mapping[str, str] = {}  # names that `renamed` changed, as stored
+
+    def renamed(self, names: Mapping[str, str]) -> TensorReader:
+        """The tensors named by the keys of `names`, under the new names; others are left out.
+
+        Errors list unexpected tensors by their names in the files.
+        """
+        other, named = copy.copy(self), {k: new for k, new in names.items() if k in self.shapes}
+        other._stored = {new: self._stored[name] for name, new in named.items()}
+        other.shapes = {new: self.shapes[name] for name, new in named.items()}
+        other.file_of = {new: self.file_of[name] for name, new in named.items()}
+        other._in_files = {new: self._in_files.get(name, name) for name, new in named.items()}
+        return other
 
     def check(self, expected: Mapping[str, Shape], ignored: Iterable[str] = ()) -> None:
         """Raise InputError unless the files hold exactly the `expected` tensors, as floats.
@@ -65,8 +90,12 @@ class TensorReader:
             self._maps[path] = np.asarray(np.memmap(path, np.uint8, "r"))
         content = self._maps[path][start:end]
         if dtype not in FLOATS:
-            return self._other(name, content)
+            return self._other(self._in_files.get(name, name), path, content)
         return content.view(FLOATS[dtype]).reshape(self.shapes[name])
+
+    def quantized(self, packing: Packing) -> StoredScales | None:
+        """The scales of a matrix if it is stored in eight bits; `read` then gives its bytes."""
+        return None
 
     def num_bytes(self, name: str) -> int:
         """Size in bytes of a tensor as `read` returns it."""
@@ -85,8 +114,8 @@ class TensorReader:
         floats = (name for name in self.shapes if self._stored[name].dtype in FLOATS)
         return np.dtype(self._float_of(next(floats, next(iter(self.shapes)))))
 
-    def _other(self, name: str, content: np.ndarray) -> np.ndarray:
-        """A tensor of a dtype outside FLOATS."""
+    def _other(self, name: str, path: Path, content: np.ndarray) -> np.ndarray:
+        """A tensor of a dtype outside FLOATS, by its name in the file at `path`."""
         raise NotImplementedError
 
     def _float_of(self, name: str) -> str:
@@ -101,7 +130,8 @@ class TensorReader:
 
     def _report(self, verb: str, names: list[str]) -> None:
         if names:
-            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            shown = ", ".join(self._in_files.get(name, name) for name in names[:3])
+            shown += ", ..." if len(names) > 3 else ""
             plural = "s" if len(names) > 1 else ""
             raise InputError(
                 f"{self._where} {verb} {len(names)} tensor{plural} ({shown}); "

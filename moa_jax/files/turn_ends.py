@@ -10,7 +10,9 @@ differs from the eos token, and config.json often states neither.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from moa_jax.files.token_ids import read_tokens
@@ -37,7 +39,7 @@ def read_ends(folder: Path) -> TokenizerEnds:
     found = {key: _content(value) for key, value in settings.items() if key.endswith("_token")}
     named = {key: token for key, token in found.items() if token}
     eos_id, pad_id = (ids.get(named.get(key)) for key in ("eos_token", "pad_token"))
-    mark = _mark_after_answers(_template(folder, settings), named, tokenizer.added)
+    mark = _mark_after_answers(chat_template_of(folder, settings), named, tokenizer.added)
     return TokenizerEnds(eos_id, ids.get(mark), pad_id)
 
 
@@ -53,8 +55,13 @@ def _content(token: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The default chat template, from the first location in transformers' search order."""
+def chat_template_of(
+    folder: Path, settings: Mapping[str, Any] = MappingProxyType({})
+) -> str | None:
+    """The default chat template, from the first location in transformers' search order.
+
+    `settings` are those of tokenizer_config.json.
+    """
     if (path := folder / "chat_template.jinja").is_file():
         return path.read_text(encoding="utf-8", errors="replace")
     found = settings.get("chat_template")

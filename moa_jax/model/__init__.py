@@ -6,5 +6,6 @@ cache.py      key-value caches             chunks.py     work along the token ax
 sharding.py   arrays on a mesh             convert.py    stored names <-> parameter trees
 topk.py       top-k over a vocabulary      quantize.py   8-bit weights
 attention.py  over caches and passes       rotary.py     rotary position embeddings
+experts.py    a feed-forward of experts
 kernels/      Pallas kernels of attention, and the CPU's layout of weights
 """

@@ -7,7 +7,8 @@ the scores on chip (`kernels/train_intervals.py`); on other devices an einsum st
                      prefix: all see | tree: ancestors | left-overs, never seen
                      every row       |                 |
 
-A cache has S allocated rows, of which n + X are used. The einsum reads all S rows under a mask.
+A cache has S allocated rows, of which n + X are used. The einsum reads all S rows under a mask. In
+the cache of a layer with a window the row of a position is the position mod S.
 On a CPU, for a batch of long caches or a chunk of a prompt, the einsum reads a quarter, half or all
 of the rows, depending on the longest sequence; rows in slots are read in blocks. Kernels read the n
 prefix rows, which need only their number as a mask, separately from the X tree rows, and join both
@@ -21,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Literal
@@ -142,32 +143,41 @@ def _attend_cached(
 
 
 def keep_path(
-    caches: tuple[AnyCache, ...], taken: tuple[KV, ...], path_BD: Array, length_B: Array
+    caches: tuple[AnyCache, ...],
+    taken: tuple[KV, ...],
+    path_BD: Array,
+    length_B: Array,
+    windows: Sequence[int] = (),
 ) -> tuple[AnyCache, ...]:
     """Moves the rows of a path of D nodes to the rows directly after the verified ones.
 
     Node i is stored at row length + i of each cache; this function stores the node of each level
     at row length + level. `taken` holds the same rows as the pass computed them, because XLA would
-    copy a cache that a program both reads and writes.
+    copy a cache that a program both reads and writes. Caches of layers with windows are rings.
     """
     given = (caches, taken, path_BD, length_B)
+    is_ring = tuple(window > 0 for window in windows) or (False,) * len(caches)
+    keep = functools.partial(_keep_path, is_ring)
     if not sharding.on_decode_mesh():
-        return _keep_path(*given)
+        return keep(*given)
     specs = sharding.specs_of(given, jax.sharding.get_abstract_mesh())
-    part = jax.shard_map(_keep_path, in_specs=specs, out_specs=specs[0], check_vma=False)
-    return part(*given)
+    return jax.shard_map(keep, in_specs=specs, out_specs=specs[0], check_vma=False)(*given)
 
 
 def _keep_path(
-    caches: tuple[AnyCache, ...], taken: tuple[KV, ...], path_BD: Array, length_B: Array
+    is_ring: tuple[bool, ...],
+    caches: tuple[AnyCache, ...],
+    taken: tuple[KV, ...],
+    path_BD: Array,
+    length_B: Array,
 ) -> tuple[AnyCache, ...]:
-    write = functools.partial(_write_path, taken)
+    write = functools.partial(_write_path, is_ring, taken)
     kernels = _kernels() if caches else None
     able = kernels is not None and kernels.keep_path is not None
     first = cache.of_slots(caches[0]) if caches else None
     if not (able and kernels.is_possible(first.k_BKSE, first)):
         return write(caches, path_BD, length_B)
-    branch = {kernels.PLATFORM: kernels.keep_path}
+    branch = {kernels.PLATFORM: functools.partial(kernels.keep_path, is_ring=is_ring)}
     return lax.platform_dependent(caches, path_BD, length_B, default=write, **branch)
 
 
@@ -197,10 +207,14 @@ def _say(reason: str, so: str = "attention reads whole caches") -> None:
 
 
 def _write_path(
-    taken: tuple[KV, ...], caches: tuple[AnyCache, ...], path_BD: Array, length_B: Array
+    is_ring: tuple[bool, ...],
+    taken: tuple[KV, ...],
+    caches: tuple[AnyCache, ...],
+    path_BD: Array,
+    length_B: Array,
 ) -> tuple[AnyCache, ...]:
-    pairs = zip(caches, taken, strict=True)
-    return tuple(cache.write(past, rows, length_B) for past, rows in pairs)
+    each = zip(caches, taken, is_ring, strict=True)
+    return tuple(cache.write(past, rows, length_B, wraps) for past, rows, wraps in each)
 
 
 def by_einsum(
@@ -212,16 +226,20 @@ def by_einsum(
     if cache_mask.tree_size:
         q_BKGTE = heads_BKXTE[:, :, :-2]
         rows = KV(heads_BKXTE[:, :, -2], heads_BKXTE[:, :, -1])
-        past = cache.write(past, rows, cache_mask.start_B(T))
-    mask_BTS = cache_mask.mask(T, cache.of_slots(past).k_BKSE.shape[2])
+        past = cache.write(past, rows, cache_mask.start_B(T), cache_mask.window > 0)
+    S = cache.of_slots(past).k_BKSE.shape[2]
+    mask_BTS = cache_mask.mask(T, S)
     if isinstance(past, SlotCache):
-        used_B = cache_mask.length_B + cache_mask.tree_size
-        return _attend_slots(q_BKGTE, past, mask_BTS, used_B), past
+        return _attend_slots(q_BKGTE, past, mask_BTS, _used(cache_mask, S)), past
     if _pays_to_look(past, T):
-        return _as_far_as_used(
-            q_BKGTE, past, mask_BTS, cache_mask.length_B + cache_mask.tree_size
-        ), past
+        return _as_far_as_used(q_BKGTE, past, mask_BTS, _used(cache_mask, S)), past
     return attend(q_BKGTE, past, mask_BTS), past
+
+
+def _used(cache_mask: CacheMask, rows: int) -> Array:
+    """The number of used rows (B,) of a cache, or of a ring, which may be full."""
+    used_B = cache_mask.length_B + cache_mask.tree_size
+    return jnp.minimum(used_B, rows) if cache_mask.window else used_B
 
 
 def _pays_to_look(kv: KV, tokens: int) -> bool:

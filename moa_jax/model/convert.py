@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moa_jax.config import BlockConfig, TargetConfig
+from moa_jax.config import BlockConfig, ExpertsConfig, TargetConfig
 
 Shape = tuple[int, ...]
 Path = tuple[str | int, ...]
@@ -39,6 +39,7 @@ class Packing(NamedTuple):
     stored: tuple[Shape, ...]  # shapes of the tensors in the file
     parts: tuple[Shape, ...]  # shapes of the parts in the tree, joined along axis -2
     turned: bool = True  # matrices are (out, in) in the file, (in, out) in the tree
+    into: Shape | None = None  # the shape of the array, if not that of the joined parts
 
     @property
     def turns(self) -> bool:
@@ -48,10 +49,26 @@ class Packing(NamedTuple):
     @property
     def shape(self) -> Shape:
         """Shape of the packed array."""
+        return self.into or self.joined
+
+    @property
+    def joined(self) -> Shape:
+        """Shape of the joined parts."""
         first = self.parts[0]
         if len(self.parts) == 1:
             return first
         return (*first[:-2], sum(part[-2] for part in self.parts), first[-1])
+
+    def scales(self, names: tuple[str, ...], groups: int) -> Packing:
+        """The scales of a matrix: `groups` elements, one per group of inputs, replace the inputs.
+
+        `names` are the stored scales, (out, groups) each.
+        """
+        of = lambda part: (groups, *part[1:]) if self.turns else (*part[:-1], groups)
+        stored, into = [(shape[0], groups) for shape in self.stored], self.into and of(self.into)
+        return self._replace(
+            names=names, stored=tuple(stored), parts=tuple(map(of, self.parts)), into=into
+        )
 
 
 Table = dict[Path, Packing]
@@ -111,7 +128,7 @@ def pack(packing: Packing, tensors: Sequence[np.ndarray], dtype: Any) -> np.ndar
 def unpack(packing: Packing, packed: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the name and the contiguous value of each stored tensor; the inverse of `pack`."""
     for name, stored, place in zip(packing.names, packing.stored, _places(packing), strict=True):
-        part = packed[place]
+        part = packed.reshape(packing.joined)[place]
         tensor = part.reshape(stored[::-1]).T if packing.turned else part
         yield name, np.ascontiguousarray(tensor)
 
@@ -152,6 +169,30 @@ def mlp_table(width: int, intermediate: int, bias: bool, prefix: str) -> Table:
     return table
 
 
+def experts_table(cfg: ExpertsConfig, width: int, prefix: str) -> Table:
+    """The experts of a block, one tensor per expert in files, and their router.
+
+    They keep the layout of their files, one row per output: few rows are multiplied by sums.
+    """
+    X, F = cfg.num_experts, cfg.moe_intermediate_size
+    of = lambda *parts: tuple(
+        f"{prefix}mlp.experts.{expert}.{part}_proj.weight" for expert in range(X) for part in parts
+    )
+    gate_up, down, router = ((F, width),) * 2 * X, ((width, F),) * X, ((X, width),)
+    wide: Axes = (None, None, "mlp", "embed")
+    return {
+        ("mlp", "router"): Packing(
+            (None, "embed"), (f"{prefix}mlp.gate.weight",), router, router, turned=False
+        ),
+        ("mlp", "gate_up"): Packing(
+            wide, of("gate", "up"), gate_up, gate_up, turned=False, into=(X, 2, F, width)
+        ),
+        ("mlp", "down"): Packing(
+            (None, "embed", "mlp"), of("down"), down, down, turned=False, into=(X, width, F)
+        ),
+    }
+
+
 def attention_table(cfg: BlockConfig, prefix: str, inputs: int | None = None) -> Table:
     """Self-attention of a block: queries, keys and values packed, then the output.
 
@@ -174,20 +215,30 @@ def attention_table(cfg: BlockConfig, prefix: str, inputs: int | None = None) ->
         table["attention", "qkv", "bias"] = vector(heads, _biases(qkv), *outputs)
     if cfg.out_bias:
         table["attention", "out", "bias"] = vector((None,), _biases(out), (width,))
-    if cfg.qk_norm:
-        for letter in "qk":
-            name = f"{prefix}self_attn.{letter}_norm.weight"
-            table["attention", f"{letter}_norm", "scale"] = vector((None,), (name,), (size,))
-    return table
+    return table | qk_norm_table(cfg, prefix)
+
+
+def qk_norm_table(cfg: BlockConfig, prefix: str) -> Table:
+    """The norms of queries and keys, if a block has them."""
+    return {
+        ("attention", f"{letter}_norm", "scale"): vector(
+            (None,), (f"{prefix}self_attn.{letter}_norm.weight",), (cfg.head_dim,)
+        )
+        for letter in ("qk" if cfg.qk_norm else "")
+    }
 
 
 def block_table(cfg: BlockConfig, prefix: str) -> Table:
     """A decoder layer whose stored names start with `prefix`."""
-    return {
-        **norm_table(cfg.hidden_size, prefix),
-        **attention_table(cfg, prefix),
-        **mlp_table(cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias, prefix),
-    }
+    if cfg.experts:
+        mlp = experts_table(cfg.experts, cfg.hidden_size, prefix)
+    else:
+        mlp = mlp_table(cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias, prefix)
+    table = {**norm_table(cfg.hidden_size, prefix), **attention_table(cfg, prefix), **mlp}
+    for place in ("pre", "post") if cfg.gemma_norms else ():
+        name = f"{prefix}{place}_feedforward_layernorm.weight"
+        table[f"{place}_feedforward_norm", "scale"] = vector((None,), (name,), (cfg.hidden_size,))
+    return table
 
 
 def under(path: Path, table: Table) -> Table:

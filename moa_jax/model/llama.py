@@ -1,4 +1,4 @@
-"""The target: a causal LM of the Llama family (Llama 3.x, Qwen2, Qwen2.5, Qwen3).
+"""The target: a causal LM of the Llama family (Llama 3.x, Qwen2, Qwen2.5, Qwen3, Mistral, Gemma 3).
 
 Weights are a plain dict:
 
@@ -8,23 +8,27 @@ Any matrix may be quantized (`model/quantize.py`); its dtype is then the activat
 For decoding, `layers` is a list of L blocks, run one after the other: each weight and each cache
 is a separate array, so that nothing is copied. For training, `layers` is one block whose leaves
 have a leading L axis, run by `scan`, so that compile time does not depend on the depth. Prefill,
-plain decoding, chains and trees use the same pass and differ only in positions and masks.
+plain decoding, chains and trees use the same pass and differ only in positions and masks. Layers
+with a sliding window differ from others in mask, rotary angles and the rows of their caches.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from moa_jax.config import BlockConfig, TargetConfig
 from moa_jax.model import cache, convert, masks, quantize, sharding
 from moa_jax.model.attention import Seen
 from moa_jax.model.cache import KV
-from moa_jax.model.layers import INIT_STDDEV, Block, RMSNorm, rotation
+from moa_jax.model.layers import INIT_STDDEV, Block, norm_of, rotation
+from moa_jax.model.rotary import Rotation
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -64,20 +68,41 @@ def init(cfg: TargetConfig, key: Array) -> Params:
     params = {
         "embed": INIT_STDDEV * jax.random.normal(embed_key, shape),
         "layers": [block(k) for k in layer_keys],
-        "final_norm": {"scale": jnp.ones(cfg.block.hidden_size)},
+        "final_norm": norm_of(cfg.block).init(head_key, x_BTD)["params"],
     }
     if not cfg.tie_word_embeddings:
         params["lm_head"] = INIT_STDDEV * jax.random.normal(head_key, shape[::-1])
     return params
 
 
-def init_caches(cfg: TargetConfig, batch: int, rows: int, dtype: jnp.dtype) -> Caches:
-    """One empty cache per layer."""
-    return tuple(cache.empty(cfg.block, batch, rows, dtype) for _ in range(cfg.num_layers))
+def init_caches(
+    cfg: TargetConfig, batch: int, rows: int, dtype: jnp.dtype, ahead: int | None = None
+) -> Caches:
+    """One empty cache per layer; `ahead` is that of `cache.ring_rows`."""
+    sizes = (cache.ring_rows(window, rows, ahead) for window in cfg.windows_of_last(cfg.num_layers))
+    return tuple(cache.empty(cfg.block, batch, size, dtype) for size in sizes)
+
+
+def keeps_prefix(cfg: TargetConfig, rows: int, ahead: int, count: int, written: int) -> bool:
+    """Whether a sequence can continue after its first `count` of `written` tokens.
+
+    `rows` and `ahead` are those of `init_caches`. It can after all tokens, and if no ring has
+    overwritten a row.
+    """
+    sizes = [cache.ring_rows(window, rows, ahead) for window in cfg.sliding_windows]
+    return count == written or min(written + ahead, rows) <= min(sizes, default=rows)
+
+
+def inputs(
+    cfg: TargetConfig, params: Params, tokens_BT: Array, dtype: jnp.dtype | None = None
+) -> Array:
+    """The inputs of the first layer: embeddings times the target's `embed_scale`."""
+    x_BTD = embed(params, tokens_BT, dtype)
+    return x_BTD if cfg.embed_scale == 1 else x_BTD * jnp.asarray(cfg.embed_scale, x_BTD.dtype)
 
 
 def embed(params: Params, tokens_BT: Array, dtype: jnp.dtype | None = None) -> Array:
-    """Token embeddings, in `dtype` or, by default, the weights' dtype."""
+    """Token embeddings, unscaled, in `dtype` or, by default, the weights' dtype."""
     tokens_BT = sharding.constrain_inner(tokens_BT, "head_rows")  # the table is not moved
     x_BTD = sharding.constrain_inner(quantize.lookup(params["embed"], tokens_BT), "head_rows")
     return x_BTD if dtype is None else x_BTD.astype(dtype)
@@ -92,7 +117,7 @@ def unembed(params: Params, hidden_BTD: Array) -> Array:
 
 def final_norm(cfg: BlockConfig, params: Params, x_BTD: Array) -> Array:
     """The target's last RMSNorm."""
-    return RMSNorm(cfg.rms_norm_eps).apply({"params": params["final_norm"]}, x_BTD)
+    return norm_of(cfg).apply({"params": params["final_norm"]}, x_BTD)
 
 
 def forward(
@@ -107,8 +132,8 @@ def forward(
 
     `tap` lists residual streams to return, by the layer they enter: 0 is the embedding.
     """
-    x_BTD = sharding.constrain(embed(params, tokens_BT, dtype), "rows")
-    x_BTD, rows, tapped, caches = apply_blocks(cfg.block, params["layers"], x_BTD, context, tap)
+    x_BTD = sharding.constrain(inputs(cfg, params, tokens_BT, dtype), "rows")
+    x_BTD, rows, tapped, caches = apply_blocks(cfg, params["layers"], x_BTD, context, tap)
     return ForwardOutput(final_norm(cfg.block, params, x_BTD), rows, tapped, caches)
 
 
@@ -124,34 +149,48 @@ def stack_rows(rows: Rows) -> KV:
 
 
 def apply_blocks(
-    cfg: BlockConfig,
+    cfg: TargetConfig,
     layers: list[Params] | Params,
     x_BTD: Array,
     context: Context,
     tap: Sequence[int] = (),
 ) -> tuple[Array, Rows, tuple[Array, ...], Caches | None]:
-    """Runs a list of layers one by one, or stacked layers by `scan`, which takes no caches."""
-    block, turn = Block(cfg), rotation(cfg, context.position_BT)
-    seen, caches = context.seen, context.caches
-    if isinstance(layers, list):
+    """Runs the last layers of `cfg`: a list one by one, or stacked by `scan`, without caches."""
+    block, caches = Block(cfg.block), context.caches
+    is_list = isinstance(layers, list)
+    windows = cfg.windows_of_last(len(layers) if is_list else len(jax.tree.leaves(layers)[0]))
+    kinds = {window: _view(cfg.block, context, window) for window in windows}
+    if is_list:
         streams, rows, written = [], [], []
         for index, layer in enumerate(layers):
             streams.append(x_BTD)
             past = None if caches is None else caches[index]
-            x_BTD, new, past = block.apply({"params": layer}, x_BTD, turn, seen, past)
+            x_BTD, new, past = block.apply({"params": layer}, x_BTD, *kinds[windows[index]], past)
             rows.append(new)
             written.append(past)
         caches = None if caches is None else tuple(written)
         return x_BTD, tuple(rows), tuple(streams[i] for i in tap), caches
 
-    def body(carry, layer):
+    # A scan has one body for layers of all kinds, which selects angles and mask.
+    select = lambda kind, *views: lax.select_n(kind, *views) if len(views) > 1 else views[0]
+    kind_L = np.array([list(kinds).index(window) for window in windows], np.int32)
+
+    def body(carry, scanned):
         index, x_BTD, tapped = carry
-        layer = sharding.gathered(layer, convert.block_table(cfg, ""))
+        layer, kind = scanned
+        layer = sharding.gathered(layer, convert.block_table(cfg.block, ""))
         tapped = tuple(jnp.where(index == i, x_BTD, t) for i, t in zip(tap, tapped, strict=True))
-        x_BTD, new, _ = block.apply({"params": layer}, x_BTD, turn, seen)
+        view = jax.tree.map(functools.partial(select, kind), *kinds.values())
+        x_BTD, new, _ = block.apply({"params": layer}, x_BTD, *view)
         new = jax.tree.map(lambda row: sharding.constrain(row, "rows", "kv_heads"), new)
         return (index + 1, sharding.constrain(x_BTD, "rows"), tapped), new
 
     start = (0, x_BTD, tuple(jnp.zeros_like(x_BTD) for _ in tap))
-    (_, x_BTD, tapped), rows_LBKTE = lax.scan(body, start, layers)
+    (_, x_BTD, tapped), rows_LBKTE = lax.scan(body, start, (layers, kind_L))
     return x_BTD, rows_LBKTE, tapped, None
+
+
+def _view(cfg: BlockConfig, context: Context, window: int) -> tuple[Rotation, Seen]:
+    """Rotary angles and mask of the layers with this window; 0 is full attention."""
+    turn = rotation(cfg, context.position_BT, is_local=window > 0)
+    return turn, masks.windowed(context.seen, window)

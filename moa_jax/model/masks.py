@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -239,7 +240,7 @@ def cached(ancestor_BNX: Array, length_B: Array, rows: int) -> Array:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["length_B", "ancestor_BTX"],
-    meta_fields=["tree_size", "first"],
+    meta_fields=["tree_size", "first", "window"],
 )
 @dataclasses.dataclass(frozen=True)
 class CacheMask:
@@ -249,6 +250,7 @@ class CacheMask:
     ancestor_BTX: Array | None
     tree_size: int  # X
     first: int
+    window: int = 0  # of `windowed`, for tokens that are among the X; 0 is none
 
     def start_B(self, num_tokens: int) -> Array:
         """The row of the first of the T tokens."""
@@ -256,17 +258,74 @@ class CacheMask:
 
     def tree_mask(self, num_tokens: int) -> Array | np.ndarray:
         """Mask over the X rows after the prefix, (B, T, X); the first axis may be 1."""
+        ancestor_BTX = self._ancestors(num_tokens)
+        if not self.window:
+            return ancestor_BTX
+        after_BTX = ancestor_BTX[..., ::-1].cumsum(-1)[..., ::-1] - ancestor_BTX
+        return ancestor_BTX & (after_BTX < self.window)  # up to the window's number of ancestors
+
+    def _ancestors(self, num_tokens: int) -> Array | np.ndarray:
         if self.ancestor_BTX is not None:
             return self.ancestor_BTX
         return causal_tree(self.tree_size)[:, self.tree_size - num_tokens :]
 
+    def first_BT(self, num_tokens: int) -> Array:
+        """The first row in the window of each token, below 0 for short sequences.
+
+        A token's position is the length and the number of its ancestors, less one.
+        """
+        return self.length_B[:, None] + self._ancestors(num_tokens).sum(-1) - self.window
+
     def mask(self, num_tokens: int, rows: int) -> Array:
         """The equivalent mask (B, T, rows); T is 1 without tokens after the verified rows."""
+        if self.window:
+            return self._mask_of_ring(num_tokens, rows)
         if self.tree_size:
             seen_BTS = cached(self.tree_mask(num_tokens), self.length_B, rows)
         else:
             seen_BTS = (jnp.arange(rows) < self.length_B[:, None])[:, None]
         return seen_BTS & (jnp.arange(rows) >= self.first) if self.first else seen_BTS
+
+    def _mask_of_ring(self, num_tokens: int, rows: int) -> Array:
+        """`mask` if the row of a position is the position mod `rows`.
+
+        From the row of the root on, a ring has the X tokens, then its oldest to its newest row.
+        """
+        B, X = self.length_B.shape[0], self.tree_size
+        tree_BTX = jnp.broadcast_to(self.tree_mask(num_tokens), (B, num_tokens, X))
+        position_BZ = self.length_B[:, None] + np.arange(X, rows) - rows
+        first_BT1 = jnp.maximum(self.first_BT(num_tokens), self.first)[..., None]
+        seen_BTS = jnp.concatenate([tree_BTX, position_BZ[:, None] >= first_BT1], axis=-1)
+        return jax.vmap(functools.partial(jnp.roll, axis=-1))(seen_BTS, self.length_B % rows)
+
+
+def windowed(seen: Array | IntervalMask | CacheMask, window: int) -> Any:
+    """`seen` without the tokens that are `window` or more positions before a token.
+
+    A window of 0 hides nothing. A cache is a ring (`cache.py`), a node of a tree is at the position
+    of its level. With a window of 3:
+
+        within a pass        in a cache of 4 verified rows, a root and its
+                             children a and b, and the child c of a
+
+        segment 1 1 1 1 2    row    0 1 2 3 | 4 5 6 7
+              1 x . . . .    root   . . x x | x . . .
+              1 x x . . .    a      . . . x | x x . .
+              1 x x x . .    b      . . . x | x . x .
+              1 . x x x .    c      . . . . | x x . x
+              2 . . . . x
+
+    References: Longformer (2004.05150); Mistral 7B (2310.06825).
+    """
+    if not window:
+        return seen
+    if isinstance(seen, CacheMask):
+        return dataclasses.replace(seen, window=window)
+    if isinstance(seen, IntervalMask):  # row r of each part belongs to token r
+        first_T = jnp.arange(seen.first_PBT.shape[2]) - (window - 1)
+        return dataclasses.replace(seen, first_PBT=jnp.maximum(seen.first_PBT, first_T))
+    T, S = seen.shape[1:]  # the tokens are the last T rows
+    return seen & (np.arange(S) > np.arange(S - T, S)[:, None] - window)
 
 
 def cache_mask(

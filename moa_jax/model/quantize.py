@@ -35,9 +35,10 @@ _LARGEST = {"int8": 127.0, "fp8": 448.0}  # stored value of a channel's largest 
 _DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
 # Names of the leaves that are matrices, and the axis that a product sums over.
-_SUMMED = {"kernel": 0, "lm_head": 0, "head": 0, "embed": 1}
+_SUMMED = {"kernel": 0, "lm_head": 0, "head": 0, "embed": 1, "gate_up": -1, "down": -1}
 
 ROWS_OF_A_TPU_TILE = 32  # 8-bit rows
+MOST_ROWS_OF_GROUPS = 64
 MOST_TILES = 128  # maximum tiles read for a lookup; for more, copying the table costs no more
 
 
@@ -48,7 +49,9 @@ class Quantized(NamedTuple):
     """
 
     values: Array  # int8 or float8_e4m3fn
-    scale: Array  # one element per output channel, in the dtype of activations
+    # One element per output channel, in the dtype of activations. Folders in eight bits may have
+    # several groups of inputs per channel: the summed axis then has one element per group.
+    scale: Array
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,6 +61,10 @@ class Quantized(NamedTuple):
     def dtype(self) -> Any:
         """The dtype of the unquantized matrix, and so of activations and caches."""
         return self.scale.dtype
+
+    @property
+    def has_groups(self) -> bool:
+        return self.scale.ndim == self.values.ndim
 
 
 Matrix = Array | Quantized | Panels
@@ -91,14 +98,50 @@ def quantize(weight: Array, weights: Format, summed: int) -> Quantized:
 def stored_as(path: tuple[Any, ...], leaf: Array, weights: Format | None) -> Matrix:
     """A leaf of a parameter tree in a format: matrices are quantized, other leaves unchanged."""
     summed = _SUMMED.get(path[-1]) if path else None
-    return leaf if weights is None or summed is None else quantize(leaf, weights, summed)
+    is_other = summed == -1 and leaf.ndim < 3  # a drafter's own array with the name of experts
+    if weights is None or summed is None or is_other:
+        return leaf
+    return quantize(leaf, weights, summed)
+
+
+def is_matrix(path: tuple[Any, ...], scales: tuple[int, ...]) -> bool:
+    """Whether products take a leaf in eight bits; routers and tables with groups are not."""
+    return path[-1] in _SUMMED and (path[-1] != "embed" or scales[-1] == 1)
+
+
+def stored_dtype(weights: Format) -> Any:
+    """The dtype of the values of a format."""
+    return _DTYPES[weights]
+
+
+def without_single_group(path: tuple[Any, ...], leaf: Quantized) -> Quantized:
+    """A leaf whose scales have an axis of groups of inputs, which is dropped if its size is 1."""
+    summed = _SUMMED[path[-1]]
+    is_single = leaf.scale.shape[summed] == 1
+    return leaf._replace(scale=leaf.scale.squeeze(summed)) if is_single else leaf
+
+
+def restored(path: tuple[Any, ...], leaf: Quantized) -> Array:
+    """The array of a quantized leaf, in the dtype of its scales."""
+    summed = _SUMMED[path[-1]]
+    scale = leaf.scale if leaf.has_groups else jnp.expand_dims(leaf.scale, summed)
+    scale = jnp.repeat(scale, leaf.shape[summed] // scale.shape[summed], axis=summed)
+    wide = leaf.values.astype(jnp.float32) * scale.astype(jnp.float32)
+    return wide.astype(leaf.dtype)
 
 
 def sharding_as(path: tuple[Any, ...], leaf: Matrix, where: NamedSharding) -> Any:
-    """The sharding of a leaf, quantized or not, whose array has the sharding `where`."""
+    """The sharding of a leaf, quantized or not, whose array has the sharding `where`.
+
+    Groups of inputs are split like the inputs if the mesh divides their number.
+    """
     if not isinstance(leaf, Quantized):
         return where
-    axes = [part for axis, part in enumerate(where.spec) if axis != _SUMMED[path[-1]]]
+    axes, summed = [*where.spec], _SUMMED[path[-1]] % len(where.spec)
+    if not leaf.has_groups:
+        del axes[summed]
+    elif axes[summed] and leaf.scale.shape[summed] % where.mesh.shape[axes[summed]]:
+        axes[summed] = None
     return Quantized(where, NamedSharding(where.mesh, PartitionSpec(*axes)))
 
 
@@ -160,11 +203,13 @@ def matmul(x: Array, kernel: Matrix, dtype: Any) -> Array:
     With a quantized kernel the sums are float32 until they are scaled. On a mesh the output axes
     are not joined: the mesh may split the second of two, and XLA would gather them to join.
     """
+    if isinstance(kernel, Quantized) and kernel.has_groups:
+        return _by_groups(x, kernel, dtype)
     inputs, *outputs = kernel.shape
     is_master = (
         kernel.dtype != x.dtype and not sharding.on_decode_mesh()
     )  # higher precision, in training
-    apart = sharding.cuts_outputs() and not is_master
+    apart = (sharding.cuts_outputs() or traced_platform() == "tpu") and not is_master
     multiply = functools.partial(jnp.tensordot, axes=1) if apart else jnp.matmul
     joined = lambda array, *before: array if apart else array.reshape(*before, -1)
     if isinstance(kernel, Quantized):
@@ -180,6 +225,26 @@ def matmul(x: Array, kernel: Matrix, dtype: Any) -> Array:
     else:
         y = multiply(x, joined(kernel.astype(x.dtype), inputs), preferred_element_type=dtype)
     return y.reshape(*x.shape[:-1], *outputs)
+
+
+def _by_groups(x: Array, kernel: Quantized, dtype: Any) -> Array:
+    """A product with several groups of inputs: the sums of each group are scaled, then added.
+
+    The sums of many rows would be larger than the matrix, which is then restored instead.
+    """
+    *before, inputs = x.shape
+    groups, *outputs = kernel.scale.shape
+    if x.size > MOST_ROWS_OF_GROUPS * inputs:
+        return matmul(x, restored(("kernel",), kernel), dtype)
+    x_XGI = x.reshape(-1, groups, inputs // groups)
+    X = len(x_XGI)
+    # XLA compiles products of a single row to sums, before which a GPU stores wide matrices.
+    x_XGI = jnp.pad(x_XGI, ((0, X == 1), (0, 0), (0, 0)))
+    values = kernel.values.reshape(groups, -1, *outputs).astype(x.dtype)
+    axes = (((2,), (1,)), ((1,), (0,)))
+    y = lax.dot_general(x_XGI, values, axes, preferred_element_type=jnp.float32)
+    y = (y * kernel.scale[:, None].astype(jnp.float32)).sum(0)[:X]  # (X, *outputs)
+    return y.reshape(*before, *outputs).astype(dtype)
 
 
 def _cast_and_multiply(x: Array, kernel_DF: Array, dtype: Any) -> Array:
@@ -271,7 +336,7 @@ def _few_rows(values_VD: Array, ids: Array) -> Array:
 def columns(kernel_DV: Matrix, ids_U: Array) -> Matrix:
     """Some output channels of a kernel, (D, U)."""
     if isinstance(kernel_DV, Quantized):
-        return Quantized(kernel_DV.values[:, ids_U], kernel_DV.scale[ids_U])
+        return Quantized(kernel_DV.values[:, ids_U], kernel_DV.scale[..., ids_U])
     if isinstance(kernel_DV, Panels):
         return kernel_DV.whole()[:, ids_U]
     return kernel_DV[:, ids_U]

@@ -14,10 +14,11 @@ Array = jax.Array
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of each token's rotary angles, float32."""
+    """Cosine and sine of each token's rotary angles, float32; YaRN multiplies both by a factor."""
 
     cos_BTE: Array  # last axis: half a head, E / 2
     sin_BTE: Array
+    query_scale_BT: Array | None = None  # a factor of queries alone, which attention applies
 
 
 def rotate(x: Array, turn: Rotation) -> Array:

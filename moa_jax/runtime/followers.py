@@ -25,7 +25,7 @@ from moa_jax.runtime import multihost, rendezvous
 KEY = "followers"  # under which process 0 publishes its port and the secret
 GREETING_TIMEOUT_S = rendezvous.GREETING_TIMEOUT_S
 END = b""  # the last message
-STUCK_S = 3.0  # for a message to a follower that reads no more, until `close` gives up
+STUCK_S = 3.0  # for the last message, and a message before it that is stuck
 
 
 class LeaderDied(ConnectionError):
@@ -61,11 +61,11 @@ class Followers:
             self._end(line, lost)
 
     def close(self) -> None:
-        """Sends the last message, unless a message before is stuck."""
+        """Sends the last message; returns after STUCK_S if a follower reads no more."""
         self._closing = True
-        if self._lock.acquire(timeout=STUCK_S):
-            self._lock.release()
-            self.broadcast(END)
+        last = threading.Thread(target=self.broadcast, args=(END,), daemon=True)
+        last.start()
+        last.join(STUCK_S)
 
     def wait(self, seconds: float) -> None:
         """Waits until each follower has exited, at most `seconds` for each."""

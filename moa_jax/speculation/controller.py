@@ -16,7 +16,8 @@ probe    if plain decoding is best: the shape with the most at the upper confide
 
 Both run only for as many rounds as keep the debt below LIMIT if all drafts are rejected. Plain
 decoding then runs until one round of a probe is repaid. An engine chooses while the call before is
-not read yet, so its debt may reach twice LIMIT.
+not read yet, so its debt may reach twice LIMIT. The drafter's time for prompts enters the debt over
+WINDOW rounds, in which accepted drafts can repay it.
 
 Plain rounds measure no acceptance. They age the rates, which widens the confidence intervals until
 a probe can win again. A shape that cannot win even if all drafts are accepted is never tried.
@@ -75,24 +76,29 @@ class DraftController:
         self.debt_ms = 0.0
         self._num_rounds = 0
         self._num_drafted = 0  # rounds since the last plain one
+        self._prompt_ms = 0.0  # time of the drafter for prompts that is not in the debt yet
 
     def next(
-        self, costs: Mapping[DraftShape, float], lag_ms: float = 0.0, start_ms: float = 0.0
+        self,
+        costs: Mapping[DraftShape, float],
+        lag_ms: float = 0.0,
+        prompts_ms: float = 0.0,
+        tokens: float = 1.0,
     ) -> ShapeChoice:
         """Returns the shape of the next rounds.
 
         `costs` has the milliseconds of a round for each shape that can run now, for this batch.
         Without plain decoding among them the fastest shape runs. `lag_ms` is the time that the
         drafter needs to catch up before a drafted round; a choice that drafts adds it to the debt.
-        `start_ms` is the time that the drafter needs for the prompt, per token that is left of the
-        answer: a shape must gain more. Raises ValueError without costs.
+        `prompts_ms` is the time that the drafter needs for prompts, and `tokens` are left of an
+        answer on average: a shape must gain more. Raises ValueError without costs.
         """
         if not costs:
             raise ValueError("no draft shape has a cost; calibrate one first")
 
         def token_ms(shape: DraftShape, deviations: float = 0.0) -> float:
             ms = costs[shape] / self.acceptance.tokens(shape, deviations)
-            return ms if shape == NO_DRAFT else ms + start_ms
+            return ms if shape == NO_DRAFT else ms + prompts_ms / tokens
 
         shape = min(costs, key=token_ms)
         learned = max(self._num_rounds, 1)  # few rounds at first, to learn early
@@ -120,6 +126,7 @@ class DraftController:
             repaid = WINDOW if shape == NO_DRAFT else min(repaid, WINDOW)
             return ShapeChoice(NO_DRAFT, min(learned, repaid))
         self.debt_ms += lag_ms
+        self._prompt_ms += prompts_ms
         return ShapeChoice(shape, most)
 
     def observe(
@@ -145,6 +152,8 @@ class DraftController:
         else:
             self._num_drafted += rounds
             self.acceptance.update(shape, accepted, rounds)
+        before_ms, self._prompt_ms = self._prompt_ms, self._prompt_ms * (1 - 1 / WINDOW) ** rounds
+        self.debt_ms += before_ms - self._prompt_ms
         if NO_DRAFT not in costs or shape not in costs:
             return
         plain_ms = costs[NO_DRAFT]

@@ -1,8 +1,8 @@
 """Milliseconds of a round by batch, draft shape and cache length, stored once per machine.
 
     {"key": {"device_kind": "NVIDIA H200", "dtype": "bfloat16", "weights": null, "cores": 16,
-             "pair": "5be1...", "moa_jax": "0.1.0", "jax": "0.10.2", "jaxlib": "0.10.2",
-             "driver": "PJRT ... cuda 13"},
+             "pair": "5be1...", "moa_jax": "0.1.0, code 21f0...", "jax": "0.10.2",
+             "jaxlib": "0.10.2", "driver": "PJRT ... cuda 13"},
      "costs": [{"batch": 1, "depth": 5, "breadth": 1, "total_tokens": null, "paths": [],
                 "length": 128, "ms": 4.3}]}
 

@@ -20,10 +20,11 @@ import numpy as np
 from moa_jax.config import DraftShape, Sampling, TargetConfig
 from moa_jax.decode import sampling as sampling_lib
 from moa_jax.decode import step
+from moa_jax.decode.draft_vocabulary import vocabulary_beside
 from moa_jax.decode.programs import Programs, bucket, cache_rows_for, scalar_batch
 from moa_jax.decode.sampling import BatchSampling, TokenCounts, make_batch_sampling
-from moa_jax.decode.session import for_decoding
-from moa_jax.decode.state import RoundState, StaticConfig, Weights
+from moa_jax.decode.session import for_decoding, slice_of_head
+from moa_jax.decode.state import RoundState, StaticConfig, Vocabulary, Weights
 from moa_jax.drafters.api import NO_TOKEN, Cache, Drafter, TargetActivations, Tree
 from moa_jax.errors import InputError
 from moa_jax.model import llama, quantize
@@ -44,7 +45,9 @@ class ClientDrafter:
     def __init__(self, target: Target, drafter: LoadedDrafter, *, max_tokens: int) -> None:
         """Loads the parameters that the drafter shares with `target`.
 
-        `target.params` may be None. Raises InputError for missing or damaged target files.
+        With a draft vocabulary in its folder, the drafter proposes these tokens only, and keeps the
+        slice of the target's head for them. `target.params` may be None. Raises InputError for
+        missing or damaged target files, and for a vocabulary of another target.
         """
         functions = functions_of(drafter, target.config)
         self.functions, self.cfg = functions, target.config
@@ -57,7 +60,14 @@ class ClientDrafter:
             shared = functions.shared_params(target.params)
         keep = set(drafter.params) - set(functions.condense_only)
         params = {name: drafter.params[name] for name in keep}
-        self._weights, self._dtype = for_decoding(Weights(None, params, shared=shared)), dtype
+        vocabulary = vocabulary_beside(target, drafter)
+        if vocabulary is not None:
+            shared = shared | {"lm_head": slice_of_head(shared, vocabulary).head_DU}
+        weights = for_decoding(Weights(None, params, shared=shared))
+        if vocabulary is not None:
+            head = Vocabulary(jnp.asarray(vocabulary.ids_U), weights.shared["lm_head"])
+            weights = weights._replace(vocabulary=head)
+        self._weights, self._dtype = weights, dtype
         self._treedef, self.leaves = digest_form(functions, target.config, dtype)
         self._max_tokens = max_tokens
         setup = StaticConfig(self.cfg, functions, DraftShape(1))
@@ -227,8 +237,9 @@ def _chain(
     setup: StaticConfig, weights: Weights, cache: Cache, fed: Fed, known_1: Array, steps: Array
 ) -> tuple[Cache, Array]:
     """Drafts tokens (MOST_STEPS,); only the first `steps` are valid."""
-    ids_U = setup.drafter.draft_ids
-    vocabulary = None if ids_U is None else (jnp.array(ids_U), setup.target.vocab_size)
+    own = setup.drafter.draft_ids
+    ids_U = weights.vocabulary.ids_U if weights.vocabulary else own and jnp.array(own)
+    vocabulary = None if ids_U is None else (ids_U, setup.target.vocab_size)
 
     def feed(count: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         tokens_S, token_1, cache, token_counts = carry
@@ -239,7 +250,7 @@ def _chain(
         given = (fed.batch_sampling, logits_11U, token_counts.each(), at_1[:, None] + 1, vocabulary)
         score_11U = sampling_lib.perturbed_logits(*given)
         best_1 = argmax(score_11U[:, 0])
-        token_1 = (best_1 if ids_U is None else jnp.array(ids_U)[best_1]).astype(jnp.int32)
+        token_1 = (best_1 if ids_U is None else ids_U[best_1]).astype(jnp.int32)
         token_counts = sampling_lib.add_answer_tokens(token_counts, token_1[:, None])
         return tokens_S.at[count].set(token_1[0]), token_1, cache, token_counts
 

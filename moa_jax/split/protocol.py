@@ -127,8 +127,9 @@ def _read_pairing(value: dict[str, str | int], limits: MessageLimits) -> dict[st
     return value
 
 
+LOCAL = ("logit_bias", "min_tokens", "bad_words")  # settings that have no field
 SAMPLING_TYPES = {
-    name: kind for name, kind in get_type_hints(Sampling).items() if name != "logit_bias"
+    name: kind for name, kind in get_type_hints(Sampling).items() if name not in LOCAL
 }
 BOUNDS = {"top_k": Meta(ge=0, le=LARGEST), "seed": Meta(ge=0)}  # the client draws the seed
 SamplingFields = msgspec.defstruct(
@@ -141,10 +142,10 @@ SamplingFields = msgspec.defstruct(
 def sampling_fields(sampling: Sampling) -> dict[str, float]:
     """The field `Open.sampling`; `Sampling(**fields)` restores the settings.
 
-    Raises InputError for `logit_bias`, which has no field.
+    Raises InputError for a setting of `LOCAL`.
     """
-    if sampling.logit_bias:
-        raise InputError("logit_bias cannot be sent to a server; leave it out, or decode locally")
+    if name := next((name for name in LOCAL if getattr(sampling, name)), None):
+        raise InputError(f"{name} cannot be sent to a server; leave it out, or decode locally")
     return {name: kind(getattr(sampling, name)) for name, kind in SAMPLING_TYPES.items()}
 
 

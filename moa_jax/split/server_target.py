@@ -32,11 +32,12 @@ from moa_jax.decode.programs import CompiledSizes, Programs, bucket, bucket_for,
 from moa_jax.decode.sampling import BatchSampling, TokenCounts, make_batch_sampling
 from moa_jax.decode.session import for_decoding
 from moa_jax.decode.state import RoundState, StaticConfig, StopConditions, Weights
-from moa_jax.drafters.api import NO_TOKEN, TargetActivations, Tree
+from moa_jax.drafters.api import NO_TOKEN, TargetActivations, Tree, host_tree
 from moa_jax.errors import InputError
 from moa_jax.model import cache, llama, quantize, sharding
 from moa_jax.pretrained import LoadedDrafter, Target, functions_of
 from moa_jax.runtime import memory
+from moa_jax.split.protocol import LOCAL
 
 Array = jax.Array
 
@@ -128,14 +129,15 @@ class TargetSlots:
         self.max_tokens, self.max_nodes, self.chunk = max_tokens, max_nodes, chunk
         own = for_decoding(Weights(target.params, None))
         self.weights = own._replace(drafter=quantize.in_panels(drafter and drafter.params))
-        num_rows = cache_rows_for(max_tokens + max(bucket_for(NODES, max_nodes), bucket(chunk)))
+        ahead = max(bucket_for(NODES, max_nodes), bucket(chunk))  # rows that a pass writes
+        sizes = {"rows": cache_rows_for(max_tokens + ahead), "ahead": ahead}
         dtype = target.params["embed"].dtype
-        caches_of = functools.partial(llama.init_caches, target.config, rows=num_rows, dtype=dtype)
+        caches_of = functools.partial(llama.init_caches, target.config, dtype=dtype, **sizes)
         one = memory.num_bytes_of(jax.eval_shape(functools.partial(caches_of, batch=1)))
         mesh = sharding.mesh_of(target.params)
         memory.check_memory(
             (num_slots + 1) * one,
-            f"caches of {num_rows} rows for {num_slots} slots",
+            f"caches of {sizes['rows']} rows for {num_slots} slots",
             "lower --slots or --max-tokens",
             mesh.size if mesh else 1,
         )
@@ -153,12 +155,13 @@ class TargetSlots:
         """Assigns a slot to a session of at most `total` tokens; raises NoSlot if none is free.
 
         All tokens after the first `prompt_length` belong to the answer, including given ones.
-        Raises InputError for a `total` out of range, `logit_bias`, or too many stop ids.
+        Raises InputError for a `total` out of range, settings that do not travel, or too many stop
+        ids.
         """
         if not 1 < total <= self.max_tokens:
             raise InputError(f"{total} tokens: sessions hold from 2 to {self.max_tokens}")
-        if sampling.logit_bias:
-            raise InputError("logit_bias does not travel; leave it out")
+        if name := next((name for name in LOCAL if getattr(sampling, name)), None):
+            raise InputError(f"{name} does not travel; leave it out")
         check_stops(stop_ids)
         for index, slot in enumerate(self._slots):
             if slot is None:
@@ -230,13 +233,10 @@ class TargetSlots:
             self._check_draft(request)
         width = max(1 + len(request.tokens) for request in requests)
         size = self._fit(_verify, sessions, width)
-        trees = [
-            _tree_of(session.tokens[-1], request, size.width)
-            for request, session in zip(requests, sessions, strict=True)
-        ]
+        roots = [session.tokens[-1] for session in sessions]
         slots = [request.slot for request in requests]
         served = self._served(size, slots, [session.tokens for session in sessions])
-        tree = _stacked(trees, size.rows, size.width)
+        tree = _tree_of([*zip(roots, requests, strict=True)], size.rows, size.width)
         emitted_AD, count_A, leaves = self._run(_verify, served, tree)
         replies = []
         for row, slot in enumerate(slots):
@@ -296,7 +296,7 @@ class TargetSlots:
         if size.function is _read:
             given = (np.zeros((A, T), np.int32), np.full(A, T, np.int32))
         else:
-            given = (_stacked([], A, T),)
+            given = (_tree_of([], A, T),)
         form = jax.eval_shape(self._empty)
         self._programs.compile(size.function, form, self._served(size, [], []), *given)
         self._ready.add(size)
@@ -378,23 +378,15 @@ class TargetSlots:
 # ---- on the host --------------------------------------------------------------------------
 
 
-def _tree_of(root: int, request: DraftRequest, size: int) -> Tree:
-    """One row of a pass: the root, the draft's nodes, then padding nodes."""
-    tokens_N = np.full(size, NO_TOKEN, np.int32)
-    parent_N, depth_N = np.zeros(size, np.int32), np.zeros(size, np.int32)
-    ancestor_NN = np.eye(size, dtype=bool)
-    tokens_N[0] = root
-    for node, (token, parent) in enumerate(zip(request.tokens, request.parents, strict=True), 1):
-        tokens_N[node], parent_N[node] = token, parent
-        depth_N[node] = depth_N[parent] + 1
-        ancestor_NN[node] |= ancestor_NN[parent]
-    return Tree(tokens_N, parent_N, depth_N, ancestor_NN)
-
-
-def _stacked(trees: Sequence[Tree], rows: int, size: int) -> Tree:
-    """Stacks the trees to a batch of `rows`; each padding row is a tree of one root."""
-    blank = _tree_of(0, DraftRequest(0, (), ()), size)
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees, *[blank] * (rows - len(trees)))
+def _tree_of(drafts: Sequence[tuple[int, DraftRequest]], rows: int, size: int) -> Tree:
+    """Trees of roots and drafts with padding nodes, then padding rows of one root."""
+    tokens_BN = np.full((rows, size), NO_TOKEN, np.int32)
+    parent_BN = np.zeros_like(tokens_BN)
+    tokens_BN[:, 0] = 0
+    for row, (root, request) in enumerate(drafts):
+        count = 1 + len(request.tokens)
+        tokens_BN[row, :count], parent_BN[row, 1:count] = (root, *request.tokens), request.parents
+    return host_tree(tokens_BN, parent_BN)
 
 
 def _rows_of(leaf: np.ndarray, row: int, count: int) -> np.ndarray:
@@ -430,7 +422,8 @@ def _read(
     round_state, hidden_1D, tapped = step.read(setup, weights, round_state, tokens_1T, count_1)
     round_state, root_1 = step.choose_after(weights, round_state, hidden_1D, served.batch_sampling)
     leaves = _digest(setup, weights, served.length_A, tapped)
-    return _put(caches, round_state.target_caches, served, tokens_1T.shape[1]), root_1, leaves
+    caches = _put(setup, caches, round_state.target_caches, served, tokens_1T.shape[1])
+    return caches, root_1, leaves
 
 
 def _verify(
@@ -444,7 +437,7 @@ def _verify(
     found = step.verify_tree(setup, weights, round_state, served.batch_sampling, tree)
     _, count_A = step.commit(round_state, found.result, served.limits)
     leaves = _digest(setup, weights, served.length_A, found.tapped)
-    caches = _put(caches, found.caches, served, N)
+    caches = _put(setup, caches, found.caches, served, N)
     return caches, found.result.emitted_BD, count_A, leaves
 
 
@@ -479,14 +472,23 @@ def _taken(setup: StaticConfig, caches: llama.Caches, served: PassInputs) -> Rou
 
 
 def _put(
-    caches: llama.Caches, worked: llama.Caches, served: PassInputs, count: int
+    setup: StaticConfig,
+    caches: llama.Caches,
+    worked: llama.Caches,
+    served: PassInputs,
+    count: int,
 ) -> llama.Caches:
     """Scatters the `count` rows after each session's length back into the caches of all slots."""
-    row_AT = served.length_A[:, None] + jnp.arange(count)
+    position_AT = served.length_A[:, None] + jnp.arange(count)
 
-    def put(cache_SKRE: Array, worked_AKRE: Array) -> Array:
+    def put(is_ring: bool, cache_SKRE: Array, worked_AKRE: Array) -> Array:
+        row_AT = position_AT % cache_SKRE.shape[2] if is_ring else position_AT
         new_AKTE = jnp.take_along_axis(worked_AKRE, row_AT[:, None, :, None], axis=2)
         at = (served.slot_A[:, None], slice(None), row_AT)
         return cache_SKRE.at[at].set(new_AKTE.swapaxes(1, 2))  # indexed axes come first
 
-    return tuple(cache.KV(*map(put, old, new)) for old, new in zip(caches, worked, strict=True))
+    windows = setup.target.windows_of_last(len(caches))
+    return tuple(
+        cache.KV(*map(functools.partial(put, window > 0), old, new))
+        for window, old, new in zip(windows, caches, worked, strict=True)
+    )

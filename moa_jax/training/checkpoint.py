@@ -95,6 +95,11 @@ class Checkpoints:
             self.wait()
             self._manager.close()
 
+    @property
+    def run_id(self) -> str:
+        """The random id of the run, which all its checkpoints hold; call `restore` first."""
+        return self._run_id
+
     def restore(self, abstract: TrainState) -> TrainState | None:
         """The newest intact state, with shapes and shardings of `abstract`; None if none is saved.
 
@@ -315,14 +320,16 @@ def newest_of(checkpoints: Path) -> Path | None:
     return max(_complete(checkpoints), key=lambda path: int(path.name), default=None)
 
 
-def read_state(config: Config, step: int, abstract: TrainState) -> TrainState:
+def read_state(
+    config: Config, step: int, abstract: TrainState, data: Mapping[str, Any] | None = None
+) -> TrainState:
     """The state of one step of a run, which may be training; takes no lock and changes nothing.
 
     `abstract` gives shapes, dtypes and shardings. Raises InputError for a checkpoint that is
-    missing, damaged or from a run with other settings.
+    missing, damaged or from a run with other settings, or with other facts of data than `data`.
     """
     folder = _intact(_folder_of(config) / str(step))
-    _check_same_run(folder, config)
+    _check_same_run(folder, config, data)
     with ocp.StandardCheckpointer() as reader:
         return reader.restore(folder / "state", abstract)
 

@@ -21,7 +21,6 @@ FREE = (
     "run",
     "mesh",
     "chunks",
-    "draft_vocabulary",  # used in decoding only
     "data.cache",
     "data.workers",
     "data.bad_records",
@@ -33,6 +32,7 @@ FORMER = {"seed": "run.seed", "dtype": "run.dtype"}  # names in the files of old
 REMOVED = {"feedback.noisy_target": False}
 KIND = "drafter.kind"  # two kinds may have equal settings; missing from older files
 MOST_SHOWN = 6
+MOST_ELEMENTS = 16  # of a list in a summary: a draft vocabulary has thousands of ids
 LONGEST_SHOWN = 80  # characters of one value: a draft vocabulary has thousands of ids
 
 
@@ -44,6 +44,12 @@ def fingerprint(config: PretrainConfig | DistillConfig) -> Settings:
 def common(config: PretrainConfig | DistillConfig) -> Settings:
     """The settings that all processes of a run must share; free settings affect compilation."""
     return {name: value for name, value in _settings(config).items() if name not in OF_A_HOST}
+
+
+def short(settings: Settings) -> Settings:
+    """The settings without long lists, for model cards and trackers."""
+    is_long = lambda value: isinstance(value, list) and len(value) > MOST_ELEMENTS
+    return {name: value for name, value in settings.items() if not is_long(value)}
 
 
 def changes(saved: dict[str, Any], config: PretrainConfig | DistillConfig) -> list[str]:

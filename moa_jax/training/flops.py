@@ -22,9 +22,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from moa_jax.config import ChunkConfig, DistillConfig, TargetConfig
 from moa_jax.data.batch import Batch, TappedBatch
-from moa_jax.drafters import DRAFTERS, method_of
-from moa_jax.model import attention
-from moa_jax.training.distillation import abstract_frozen, make_keep, make_loss
+from moa_jax.model import attention, experts
+from moa_jax.training.distillation import abstract_frozen, drafter_of, make_keep, make_loss
+from moa_jax.training.target_cache import Parts
 
 PARTS = re.compile(rf"{attention.INTERVALS}(\d+)")  # parts of keys, in a scope's name
 Share = Callable[[int], float]
@@ -44,26 +44,36 @@ def model_flops_per_token(
 ) -> float:
     """FLOPs that training needs per token of a row, without recomputation.
 
-    Target forward unless `cached`, drafter forward and backward, both heads. A token has a score
-    with itself and each token before it, as if its row were one conversation; padding counts.
-    Measured by tracing one short row without chunks, since only scores depend on a row's length.
+    Target forward unless `cached`, with the experts that a token uses, drafter forward and
+    backward, both heads. A token has a score with itself and each token before it, as if its row
+    were one conversation and no layer had a window; padding counts. Measured by tracing one short
+    row without chunks, since only scores depend on a row's length.
     """
     T, short = config.data.row_length, min(config.data.row_length, attention.QUERY_CHUNK)
     plain = dataclasses.replace(config, chunks=ChunkConfig(0, 0))
-    drafter = DRAFTERS[method_of(plain.drafter)].make(plain.drafter, target_cfg, plain)
+    drafter = drafter_of(plain, target_cfg)
     loss = make_loss(target_cfg, drafter, jnp.dtype(plain.run.dtype))
     key = jax.eval_shape(lambda: jax.random.key(0))
     params, frozen = jax.eval_shape(drafter.init, key), abstract_frozen(target_cfg)
     progress = jax.ShapeDtypeStruct((), jnp.float32)
     batch = abstract_batch(1, short)
     if cached:
-        keep = make_keep(target_cfg, drafter.taps, jnp.dtype(plain.run.dtype))
-        keep = attention.computed("einsum")(keep)  # one row is not sharded over devices
-        batch = TappedBatch(*batch, jax.eval_shape(keep, frozen, batch))
+        batch = TappedBatch(*batch, abstract_parts(plain, target_cfg, batch))
     gradient = attention.computed("einsum")(jax.grad(loss, has_aux=True))
-    traced = jax.make_jaxpr(gradient)(params, frozen, batch, key, progress)
+    with experts.only_active():
+        traced = jax.make_jaxpr(gradient)(params, frozen, batch, key, progress)
     seen = lambda parts: (T + 1) / 2 / (parts * short)
     return of_program(traced, seen) / short
+
+
+def abstract_parts(
+    config: DistillConfig, target_cfg: TargetConfig, batch: Batch, stored: Any = None
+) -> Parts:
+    """The shapes of what a target cache holds of these rows for the drafter of `config`."""
+    dtype = jnp.dtype(config.run.dtype)
+    keep = make_keep(target_cfg, drafter_of(config, target_cfg).taps, dtype, stored)
+    keep = attention.computed("einsum")(keep)  # one row is not sharded over devices
+    return jax.eval_shape(keep, abstract_frozen(target_cfg), batch)
 
 
 def abstract_batch(rows: int, length: int) -> Batch:
@@ -93,6 +103,9 @@ def _of_equation(equation: Any, share: Share | None) -> float:
         (contracted, _), _ = params["dimension_numbers"]
         shape = equation.invars[0].aval.shape
         return 2 * equation.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
+    if name == "ragged_dot_general":  # a row meets the matrix of one group
+        *_, summed = equation.invars[0].aval.shape
+        return 2 * equation.outvars[0].aval.size * summed
     if name == "pallas_call":  # its program is one of many blocks
         return params["cost_estimate"].flops
     inner = [_of(jaxpr, share) for jaxpr in programs_in(params)]

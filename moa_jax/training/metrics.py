@@ -56,11 +56,12 @@ class MetricsLog:
 
     `kept` holds the records up to s. A new run (s below 0) renames an earlier log, as
     metrics.jsonl to metrics.1.jsonl. An object store cannot append, so `sync` and `close` write
-    the whole file. Raises InputError if a write fails, as on a full disk.
+    the whole file. `mirrors` receive every record. Raises InputError if a write fails, as on a full
+    disk.
     """
 
-    def __init__(self, path: Path, step: int, mirror: Mirror | None = None) -> None:
-        self._path, self._mirror = path, mirror
+    def __init__(self, path: Path, step: int, mirrors: Sequence[Mirror] = ()) -> None:
+        self._path, self._mirrors = path, mirrors
         path.parent.mkdir(parents=True, exist_ok=True)
         found = read_records(path)
         self.kept = [record for record in found if record["step"] <= step]
@@ -81,8 +82,8 @@ class MetricsLog:
         with self._warn_on_error():
             self._file.write(_line(record))
             self._file.flush()
-        if self._mirror is not None:
-            self._mirror(record)
+        for mirror in self._mirrors:
+            mirror(record)
         return record
 
     def sync(self) -> None:
@@ -149,9 +150,33 @@ def check_tensorboard() -> None:
         )
 
 
+def check_tracker(name: str) -> None:
+    """Raise InputError if the package of a tracker, which is an optional extra, is not installed.
+
+    W&B writes a folder `wandb` where a program runs, and Python takes that for a package.
+    """
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise InputError(
+            f"run.tracker {name}: the package {name} is missing; pip install 'moa-jax[{name}]'"
+        )
+
+
+def numbers_of(record: Record) -> dict[str, float]:
+    """The numbers of a record as trackers take them, by KIND/NAME or KIND/NAME/i."""
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        many = isinstance(value, list)
+        numbers = {f"/{i}": x for i, x in enumerate(value)} if many else {"": value}
+        for index, number in numbers.items():
+            if isinstance(number, int | float) and name != "step":
+                found[f"{record['kind']}/{name}{index}"] = number
+    return found
+
+
 @contextlib.contextmanager
 def tensorboard(folder: Path, step: int) -> Iterator[Mirror]:
-    """Yield a function that adds a record's numbers to TensorBoard, as KIND/NAME or KIND/NAME/i.
+    """Yield a function that adds the numbers of a record to TensorBoard.
 
     Records of an earlier run after `step` are hidden.
     """
@@ -160,13 +185,8 @@ def tensorboard(folder: Path, step: int) -> Iterator[Mirror]:
     with SummaryWriter(str(folder), purge_step=step + 1) as writer:
 
         def add(record: Record) -> None:
-            for name, value in record.items():
-                many = isinstance(value, list)
-                numbers = {f"/{i}": x for i, x in enumerate(value)} if many else {"": value}
-                for index, number in numbers.items():
-                    if isinstance(number, int | float) and name != "step":
-                        tag = f"{record['kind']}/{name}{index}"
-                        writer.add_scalar(tag, number, record["step"])
+            for tag, number in numbers_of(record).items():
+                writer.add_scalar(tag, number, record["step"])
 
         yield add
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import optax
 
@@ -18,22 +20,21 @@ def schedule(cfg: OptimConfig) -> optax.Schedule:
 
     The very first update has rate 0. References: paper appendix; authors' utils.py.
     """
-    top = cfg.peak * cfg.learning_rate
-    return optax.join_schedules(
-        [
-            optax.linear_schedule(0.0, top, cfg.warmup_steps),
-            optax.linear_schedule(top, cfg.learning_rate, cfg.decay_steps),
-            optax.constant_schedule(cfg.learning_rate),
-        ],
-        [cfg.warmup_steps, cfg.warmup_steps + cfg.decay_steps],
-    )
+    ends, rates = _points(cfg)
+    sides = zip(itertools.pairwise(ends), itertools.pairwise(rates), strict=True)
+    lines = [optax.linear_schedule(*pair, end - begin) for (begin, end), pair in sides]
+    return optax.join_schedules([*lines, optax.constant_schedule(rates[-1])], ends[1:])
 
 
 def rate_of_update(cfg: OptimConfig, step: int) -> float:
     """The learning rate of `schedule` on the host, where no mesh of processes takes part."""
+    return float(np.interp(step, *_points(cfg)))
+
+
+def _points(cfg: OptimConfig) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The updates and the rates between which the learning rate is linear."""
     ends = (0, cfg.warmup_steps, cfg.warmup_steps + cfg.decay_steps)
-    rates = (0.0, cfg.peak * cfg.learning_rate, cfg.learning_rate)
-    return float(np.interp(step, ends, rates))
+    return ends, (0.0, cfg.peak * cfg.learning_rate, cfg.learning_rate)
 
 
 def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:

@@ -8,8 +8,9 @@
     CACHE/lock             held by the process that builds
 
 These arrays are called parts. A part has one record per row, in order: the CRC-32 of the row's
-bytes, then the bytes, in the dtype of the run. A part gets its final name when its last record is
-on the disk, so a part with that name is complete. Parts that a later drafter needs are added.
+bytes, then the bytes, in the dtype of the run or rounded to bfloat16. A part gets its final name
+when its last record is on the disk, so a part with that name is complete. Parts that a later
+drafter needs are added.
 """
 
 from __future__ import annotations

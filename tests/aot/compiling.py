@@ -28,14 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _started(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    given = dict(cwd=ROOT, capture_output=True, text=True, timeout=600)
+    variables = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
+    return subprocess.run([sys.executable, *arguments], env=variables, **given)
 
 
 @functools.cache

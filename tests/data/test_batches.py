@@ -53,14 +53,6 @@ def test_packed_rows_hold_every_example_whole(seed, longest_first):
     assert [a.dtype for a in rows] == [np.int32, np.int32, np.int32, bool]
 
 
-def test_rows_of_two_long_conversations_are_full():
-    """Lengths are like UltraChat's: about 1,200 tokens, cut at 2,048, in rows of 4,096."""
-    lengths = np.random.default_rng(0).lognormal(np.log(1200), 0.5, 8192)
-    lengths = np.minimum(lengths, 2048).astype(int)
-    given = [chat.Example(np.full(n, 1, np.int32), np.ones(n, bool)) for n in lengths]
-    assert (batches.pack(given, 4096, PAD, longest_first=True).segment_BT > 0).mean() > 0.97
-
-
 @pytest.mark.parametrize("place", [batches.pack, batches.pad])
 def test_an_example_longer_than_a_row_is_cut(place):
     (given,) = examples(0, count=1, longest=2)

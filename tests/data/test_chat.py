@@ -44,15 +44,10 @@ TEMPLATES = {
     "chatml": (CHATML, lambda a, last: f"{a}<|end|>\n"),
     "inst": (INST, lambda a, last: f" {a} <|end|>"),
     "no_end_mark": (NO_END_MARK, lambda a, last: f" {a} " if last else f" {a}"),
-    "think_last": (
-        THINK_LAST,
-        lambda a, last: "<think>\n\n</think>\n\n" * last + f"{a}<|end|>\n",
-    ),
+    "think_last": (THINK_LAST, lambda a, last: "<think>\n\n</think>\n\n" * last + f"{a}<|end|>\n"),
     "think_first": (THINK_FIRST, lambda a, last: f"{a}<|end|>"),
 }
-WORDS = "coffee table room 42 rain, naïve 日本 🙂 ok? USER: user assistant\nnew \n\nlines".split(
-    " "
-)
+WORDS = "coffee room 42 rain, naïve 日本 🙂 ok? USER: user assistant\nnew \n\nlines".split(" ")
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +97,62 @@ def test_response_is_exactly_the_answers(tokenizer, name, trim_offsets):
         assert answers_in(tokenizer, example) == [text for text in texts if text is not None]
         assert example.tokens_T.dtype == np.int32 and example.response_T.dtype == bool
         assert tokenizer.decode(example.tokens_T) == chat.render(tokenizer, messages)
+
+
+CALLS = [{"function": {"name": "look", "arguments": '{"city": "Rome"}'}}]
+TALK = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": "Rain?", "tool_calls": None},
+    {"role": "assistant", "content": None, "reasoning_content": "Look.", "tool_calls": CALLS},
+    {"role": "tool", "content": [{"type": "text", "text": "dry"}], "name": "look"},
+    {"role": "assistant", "content": "No.", "reasoning_content": "Dry."},
+    {"role": "user", "content": "Thanks"},
+    {"role": "assistant", "content": "Bye."},
+]
+# A template with thoughts after the last question only, and one with another end for the last turn
+# and with replies that need a call; each with the answers of TALK and of its first five messages.
+TOOL_TEMPLATES = {
+    "thoughts": (
+        "{{ tools | tojson ~ mood }}{% set at = namespace(last=0) %}{% for m in messages %}"
+        "{% if m.role == 'user' %}{% set at.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}{{ '<|begin|>' ~ m.role ~ '\n' }}{% if m.role == 'assistant' and "
+        "loop.index0 > at.last and (loop.last or m.reasoning_content) %}"
+        "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+        "{% for call in m.tool_calls %}{{ '\n' if m.content }}<call>"
+        "{{ call.function.arguments | tojson }}{% endfor %}{{ '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|begin|>assistant\n' }}{% endif %}",
+        ['<call>{"city": "Rome"}<|end|>\n', "No.<|end|>\n", "<think></think>Bye.<|end|>\n"],
+        ['<think>Look.</think><call>{"city": "Rome"}<|end|>\n', "<think>Dry.</think>No.<|end|>\n"],
+    ),
+    "ends": (
+        "{{ tools | tojson ~ mood }}{% set at = namespace(call=none) %}{% for m in messages %}"
+        "{% set role = 'rules' if m.role == 'developer' else m.role %}{% if m.role == 'tool' %}"
+        "{% set role = at.call or raise_exception('no call') %}{% endif %}{{ '<|begin|>' ~ role }}"
+        "{% if loop.last and m.reasoning_content %}~{{ m.reasoning_content }}~{% endif %}"
+        "{% if m.tool_calls %}{% set at.call = m.tool_calls[0].function.name %}({{ at.call }})"
+        "{% else %}{{ '=' ~ m.content }}{% endif %}"
+        "{{ '<|pad|>' if m.role == 'assistant' and (loop.last or m.tool_calls) else '<|end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}<|begin|>assistant{% endif %}",
+        ["(look)<|pad|>", "=No.", "=Bye.<|pad|>"],
+        ["(look)<|pad|>", "~Dry.~=No.<|pad|>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_calls_and_reasoning_are_answers_and_replies_of_tools_are_not(tokenizer, name):
+    """The template gets tools and arguments, also as JSON text and with nulls of a table."""
+    tokenizer.chat_template, *wanted = TOOL_TEMPLATES[name]
+    rest = {"tools": '[{"name": "look", "parameters": null}]'}
+    rest["chat_template_kwargs"] = {"mood": "calm", "other": None}
+    for messages, answers in zip((TALK, TALK[:5]), wanted, strict=True):
+        record = {"messages": messages} | rest
+        (example,) = chat.encode_record(tokenizer, record, len(tokenizer), 10_000)
+        assert answers_in(tokenizer, example) == answers
+        text = tokenizer.decode(example.tokens_T)
+        assert text.startswith('[{"name": "look"}]calm<|') and text.count("dry") == 1
+        assert ("rules" if name == "ends" else "system") in text
+        assert records.unread_keys(record, tokenizer.chat_template) == ()
 
 
 @pytest.mark.parametrize("name", ["own", "chatml", "inst", "think_last"])
@@ -168,6 +219,8 @@ RECORDS = [
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]},
     {"id": 1, "data": ["Hi", "Hello!"]},
     {"instruction": " Hi ", "input": "", "output": "Hello!\n"},
+    {"prompt": "Hi", "completion": "Hello!", "text": "Hi Hello!"},
+    {"prompt": HELLO[:1], "completion": HELLO[1:]},
 ]
 
 

@@ -14,6 +14,7 @@ from moa_jax.data import records
 from moa_jax.data import sources as sources_lib
 from moa_jax.errors import InputError
 from tests.data.conftest import CONVERSATIONS
+from tests.model_folders import refusal
 
 MARK = b"\xef\xbb\xbf"
 MESSAGES = [{"role": "user", "content": "Hé"}, {"role": "assistant", "content": "Yes"}]
@@ -56,6 +57,10 @@ def test_every_kind_of_file(tmp_path, name, content):
     assert sources_lib.count(path) == len(RECORDS)
     assert sources_lib.files_of(path) == [Path(path)]
     assert list(sources_lib.read(path, ["set1"])) == RECORDS[1::2]
+    columns = f"{path}?prompt=text"
+    renamed = [{"prompt": each["text"], "source": each["source"]} for each in RECORDS]
+    assert list(sources_lib.read(columns)) == renamed and sources_lib.count(columns) == 5
+    assert "without the column nowhere" in refusal(list, sources_lib.read(f"{path}?text=nowhere"))
 
 
 def test_a_folder_is_read_in_the_order_of_names(tmp_path):

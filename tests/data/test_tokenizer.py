@@ -1,12 +1,13 @@
 """The trained tokenizer has exact round trips, a chat template and a folder."""
 
 import json
+import shutil
 import types
 
 import pytest
 
 from moa_jax.data import tokenizer as tk
-from tests.model_folders import refusal
+from tests.model_folders import edit_json, refusal
 from train import pretrain
 
 TEXTS = [
@@ -43,6 +44,13 @@ def test_special_tokens_come_first(tokenizer):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 4, 5)
     assert len(tokenizer) == 320
     assert tokenizer.decode([0, 4, 5], skip_special_tokens=True) == ""
+
+
+def test_the_chat_template_of_a_processor(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "x")
+    edit_json(tmp_path / "x" / "tokenizer_config.json", chat_template=None)
+    (tmp_path / "x" / "chat_template.json").write_text('{"chat_template": "{{ bos_token }}"}')
+    assert tk.load_tokenizer(tmp_path / "x").chat_template == "{{ bos_token }}"
 
 
 def test_chat_template(tokenizer):
@@ -84,13 +92,9 @@ def test_pretraining_reads_all_text_that_there_is(tmp_path):
     ]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = pretrain._tokenizer(
-        types.SimpleNamespace(
-            tokenizer=str(tmp_path / "new"),
-            data=types.SimpleNamespace(train=(str(path),), sources=()),
-            target=types.SimpleNamespace(vocab_size=320),
-        )
-    )
+    data = types.SimpleNamespace(train=(str(path),), sources=())
+    rest = {"data": data, "target": types.SimpleNamespace(vocab_size=320)}
+    found = pretrain._tokenizer(types.SimpleNamespace(tokenizer=str(tmp_path / "new"), **rest))
     for word in (" coffee", " pancake"):
         assert len(found(word, add_special_tokens=False).input_ids) == 1
 

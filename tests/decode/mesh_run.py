@@ -23,15 +23,20 @@ from jax.sharding import Mesh, NamedSharding
 from infer.cli.flags.mesh import mesh_sizes
 from moa_jax import load_drafter, load_target
 from moa_jax.config import BlockConfig, TargetConfig
-from moa_jax.decode.session import GREEDY
 from moa_jax.files import device_loader
 from moa_jax.model import attention, convert, quantize, sharding
 from moa_jax.pretrained import describe_target, save_drafter, save_target, table_of
-from tests.decode.test_same_text import DRIVERS, case_of, plain_texts, session_of
+from tests.decode import test_same_text
+from tests.decode.test_same_text import (
+    arguments_of,
+    case_of,
+    drafted_texts,
+    plain_texts,
+    session_of,
+)
 from tests.decode.tiny import TinyPairs
-from tests.pairs import NO_STOP
 
-# Four heads of keys and values: eight devices hold copies.
+# Four heads of keys and values, for four devices.
 CONFIG = TargetConfig("llama", 64, 2, BlockConfig(32, 8, 4, 8, 48, 1e-5, 10000.0, None), False, 256)
 WIDE = TinyPairs(CONFIG, heads=4)
 LONG = 16  # limit of a short cache here, if several rows are on a device
@@ -40,10 +45,13 @@ LONG = 16  # limit of a short cache here, if several rows are on a device
 def drafted_on(name: str, mesh: Mesh) -> dict[str, Any]:
     case, driver = case_of(name, WIDE, mesh), name.partition(":")[0]
     with pytest.MonkeyPatch.context() as patch:
-        found = DRIVERS[driver](case, patch)
-    if driver == "batch":
-        session, prompts = session_of(case), [each.prompt_ids for each in case.requests]
-        assert_is_split(session.start(prompts, 8, NO_STOP, GREEDY)[0].round, mesh)
+        if driver == "batch":
+            session = session_of(case)
+            patch.setattr(test_same_text, "session_of", lambda _: session)
+        found = drafted_texts(name, case)
+    if driver == "batch":  # in the program that has read these prompts
+        columns = zip(*map(arguments_of, case.requests), strict=True)
+        assert_is_split(session.start(*map(list, columns))[0].round, mesh)
     expected = plain_texts(name, case, WIDE)
     return {"found": found.token_ids, "accepted": found.num_accepted, "expected": expected}
 
@@ -63,9 +71,10 @@ def streamed(name: str, mesh: Mesh) -> dict[str, Any]:
 
     Every array is sent in parts, so a device never holds a whole array.
     """
-    (name, _, weights), folder = name.partition("+"), Path(tempfile.mkdtemp())
-    saved = WIDE.drafter(name)
-    save_target(folder / "target", CONFIG, WIDE.target().params, dtype=jnp.float32)
+    (name, *options), folder = name.split("+"), Path(tempfile.mkdtemp())
+    pairs = WIDE.experts if "experts" in options else WIDE
+    saved, config = pairs.drafter(name), pairs.config
+    save_target(folder / "target", config, pairs.target().params, dtype=jnp.float32)
     described = describe_target(folder / "target")
     save_drafter(folder / "draft", saved.method, saved.config, saved.params, described)
     put, parts = device_loader._put, []
@@ -76,13 +85,13 @@ def streamed(name: str, mesh: Mesh) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_loader, "_put", watched)
-        options = {"weights": weights or None}
-        target = load_target(folder / "target", jnp.float32, mesh=mesh, **options)
-        drafter = load_drafter(folder / "draft", target, **options)
+        weights = "int8" if "int8" in options else None
+        target = load_target(folder / "target", jnp.float32, mesh=mesh, weights=weights)
+        drafter = load_drafter(folder / "draft", target, weights=weights)
     wrong = []
     for params, table in (
-        (target.params, convert.target_table(CONFIG)),
-        (drafter.params, table_of(drafter, CONFIG)),
+        (target.params, convert.target_table(config)),
+        (drafter.params, table_of(drafter, config)),
     ):
         for path, packing in table.items():
             leaf = convert.leaf_at(params, path)
@@ -106,7 +115,7 @@ def outcome(case: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_num_cpu_devices", 4)
     for case in sys.argv[1:]:
         print(json.dumps({"case": case} | outcome(case)), flush=True)
 

@@ -37,12 +37,6 @@ def pieces(*parts: bytes, stops: tuple[str, ...] = ()) -> list[str]:
     return list(WRITER.pieces([list(part) for part in parts], stops))
 
 
-def test_a_character_is_shown_when_it_is_whole():
-    cafe = "Café!".encode()
-    assert pieces(cafe[:4], cafe[4:5], cafe[5:]) == ["Caf", "é", "!", ""]
-    assert "".join(pieces(cafe[:4])) == "Caf\ufffd"  # an answer may end within a character
-
-
 def test_the_possible_beginning_of_a_stop_text_waits():
     assert pieces(b"a us", b"e", stops=("us.",)) == ["a ", "use", ""]
     assert pieces(b"a us", b". b", stops=("us.",)) == ["a ", "", ""]
@@ -155,6 +149,13 @@ def test_a_text_does_not_depend_on_the_parts_of_its_tokens(make, seed):
                     assert shown == before_stop(text, stops)
                     ends.add(growing.num_tokens)
                 assert len(ends) == 1
+
+
+@pytest.mark.parametrize("least, shown, count", [(0, "", 2), (3, "ab", 4), (6, "ababab", 6)])
+def test_a_stop_text_within_the_least_tokens_does_not_stop(least, shown, count):
+    growing = GrowingText(byte_level(), ["ab"], min_tokens=least)
+    text = "".join(growing.add([token]) for token in b"ababab") + growing.end()
+    assert (text, growing.num_tokens) == (shown, count)
 
 
 def test_bad_bytes_leave_characters_as_they_are():

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-import moa_jax
 from moa_jax.config import BlockConfig, TargetConfig
-from moa_jax.data import chat, sources
-from moa_jax.data.tokenizer import load_tokenizer
 from moa_jax.decode.draft_vocabulary import (
     DraftVocabulary,
     count_tokens,
@@ -27,12 +21,8 @@ from moa_jax.decode.draft_vocabulary import (
 )
 from moa_jax.files.model_folder import file_hash
 from moa_jax.files.token_ids import fingerprint, read_token_ids
-from moa_jax.pretrained import SpecialIds, Target, describe_target
+from moa_jax.pretrained import SpecialIds, Target
 from tests.model_folders import refusal
-from train import vocabulary as program
-
-DEMO = Path(moa_jax.__file__).parent / "demo" / "target"
-CONVERSATIONS = Path(__file__).parents[1] / "data" / "conversations.jsonl"
 
 # The example in the docstring of moa_jax/decode/draft_vocabulary.py, written by hand.
 IDS = np.array([1, 4, 5], np.int32)
@@ -152,82 +142,3 @@ def test_coverage():
     assert coverage(np.zeros(8, int), IDS) == 0.0
     line = refusal(count_tokens, [[1], [2, 8]], 8)  # text of another tokenizer
     assert "the text holds the id 8, which is outside" in line
-
-
-def make(output: Path, *flags: str, corpus: Path = CONVERSATIONS) -> None:
-    arguments = ["--target", str(DEMO), "--corpus", str(corpus), "--size", "50", *flags]
-    program.main([*arguments, "--output", str(output)])
-
-
-def write(path: Path, *records: dict) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def counted_answers(limit: int) -> Counter[int]:
-    """Counts the tokens of answers and their end marks, without the code under test."""
-    tokenizer = load_tokenizer(DEMO)
-    records = list(sources.read(str(CONVERSATIONS)))[:limit]
-    answers = [
-        message["content"].strip() + "<|end|>"
-        for record in records
-        for message in chat.messages_of(record)
-        if message["role"] == "assistant"
-    ]
-    return Counter(
-        i for text in answers for i in tokenizer(text, add_special_tokens=False).input_ids
-    )
-
-
-def test_program_counts_answers_alone(tmp_path, capsys):
-    output, limit = tmp_path / "new" / "v.safetensors", 40
-    make(output, "--limit", str(limit))
-    target = describe_target(DEMO)
-    found = load_vocabulary(output, target)
-    counts = counted_answers(limit)
-    ranking = sorted(range(2048), key=lambda token: (-counts[token], token))
-    assert found.ids_U.tolist() == sorted(ranking[:50])
-    assert target.generation.eos_ids == (4,) and 4 in found.ids_U
-    assert found.fingerprint == fingerprint(read_token_ids(DEMO))
-    share = sum(counts[token] for token in found.ids_U.tolist()) / counts.total()
-    assert 0.3 < share < 1
-    line = f"{output}: 50 of 2048 tokens cover {share:.2%} of {counts.total()} answer tokens\n"
-    assert capsys.readouterr().out == line
-
-
-def test_program_reports_skipped_records(tmp_path, capsys):
-    hi = {"role": "user", "content": "Hi"}
-    yes = {"role": "assistant", "content": "Yes"}
-    corpus = write(
-        tmp_path / "c.jsonl",
-        {"messages": [hi, yes], "source": "a"},
-        {"messages": [hi], "source": "a"},
-        {"text": "Yes"},
-        {"messages": [hi, yes, hi, yes], "source": "b"},
-    )
-    make(tmp_path / "all", corpus=corpus)
-    make(tmp_path / "one", "--sources", "a", corpus=corpus)
-    shown = capsys.readouterr()
-    share, other = shown.out.splitlines()
-    assert "cover 100.00% of " in share and "cover 100.00% of " in other
-    tokens = [int(line.split(" of ")[-1].split()[0]) for line in (share, other)]
-    assert tokens[0] == 3 * tokens[1] > 0
-    lines = [line for line in shown.err.splitlines() if "left out" in line]
-    assert sum("without an answer" in line for line in lines) == 2
-    assert sum("plain text" in line for line in lines) == 1
-
-
-def test_program_refuses_bad_input_in_one_line(tmp_path, run):
-    taken, fresh = tmp_path / "taken.safetensors", tmp_path / "v.safetensors"
-    taken.touch()
-    bad = write(tmp_path / "bad.jsonl", {"nothing": 1}, {"nothing": 2})
-    flags = ["--target", DEMO, "--corpus", CONVERSATIONS, "--size", "100", "--output", fresh]
-    for changed, words in [
-        (["--output", taken], "exists already"),
-        # before the corpus is read, because counting may take long
-        (["--size", "2049", "--corpus", "none"], "2048 tokens; ask for a size from 1 to 2048"),
-        (["--sources", "nowhere"], "no records of nowhere"),
-        (["--corpus", bad], "none of 2 records has an answer; of 2: a record of unknown"),
-    ]:
-        assert words in run("train.vocabulary", *flags, *changed).refusal()
-        assert not fresh.exists()

@@ -2,19 +2,17 @@
 
 import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moa_jax import Session
 from moa_jax.config import DraftShape, Sampling
-from moa_jax.model import llama, masks
+from tests.decode.tiny import log_probs_along
 from tests.pairs import NO_STOP, Pair, random_pair_of
 
 PROMPTS = [[5, 9, 4, 17, 23], [11]]
 NEW, TOP = 20, 3
-CHAIN, TREE = DraftShape(4), DraftShape(4, 3, 8)
+TREE = DraftShape(4, 3, 8)
 # Raw log-probabilities ignore these settings.
 LAWS = [
     Sampling(0.9, top_k=9, frequency_penalty=1.0, seed=4),
@@ -24,7 +22,7 @@ LAWS = [
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Pair:
-    return random_pair_of("llama", 1, tmp_path_factory.mktemp("pair"))
+    return random_pair_of(1, tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +38,14 @@ def answers(pair):
     return of
 
 
-def by_one_pass(pair: Pair, prompt: list[int], tokens: list[int]) -> np.ndarray:
-    """Returns the raw log-probabilities (T, V) that each answer token is chosen from."""
-    text_1T = jnp.array([[*prompt, *tokens]])
-    T = text_1T.shape[1]
-    context = llama.Context(jnp.arange(T)[None], masks.causal_tree(T))
-    found = llama.forward(pair.target.config, pair.target.params, text_1T, context)
-    logits_1TV = llama.unembed(pair.target.params, found.hidden_BTD)
-    return np.asarray(jax.nn.log_softmax(logits_1TV))[0, len(prompt) - 1 : -1]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [None, CHAIN, TREE], ids=str)
+@pytest.mark.parametrize("shape", [None, TREE], ids=str)
 def test_they_are_those_of_one_pass_over_the_text(pair, answers, shape):
     for prompt, result in zip(PROMPTS, answers(shape), strict=True):
         assert shape is None or result.tau > 1
         assert len(result.logprobs) == len(result.token_ids) == NEW
-        log_TV = by_one_pass(pair, prompt, result.token_ids)
+        text = [*prompt, *result.token_ids]
+        log_TV = log_probs_along(pair.target, text)[len(prompt) - 1 : -1]
         for token, likely, log_V in zip(result.token_ids, result.logprobs, log_TV, strict=True):
             ids, values = zip(*likely.top, strict=True)
             assert likely.logprob == pytest.approx(log_V[token], abs=1e-5)
@@ -67,9 +56,9 @@ def test_they_are_those_of_one_pass_over_the_text(pair, answers, shape):
 
 @pytest.mark.slow
 def test_an_answer_that_is_cut_keeps_its_own(pair, answers):
-    """Stops come from the device or from the host, in rounds of a chain."""
-    session = Session(pair.target, pair.drafter, CHAIN, chunk=4, top_logprobs=0)
-    whole = answers(CHAIN)[1]
+    """Stops come from the device or from the host, in rounds of a tree."""
+    session = Session(pair.target, pair.drafter, TREE, chunk=4, top_logprobs=0)
+    whole = answers(TREE)[1]
     stop = whole.token_ids[7]
     first = whole.token_ids.index(stop) + 1
     (stopped,) = session.generate(PROMPTS[1:], NEW, [stop], LAWS[1])

@@ -19,29 +19,23 @@ from moa_jax import InputError, Session, load_drafter, load_target
 from moa_jax.model import sharding
 from moa_jax.model.cache import KV, HiddenCache
 from moa_jax.pretrained import check_mesh
-from tests.decode.mesh_run import CONFIG
+from tests.decode.mesh_run import CONFIG, WIDE
 from tests.model_folders import refusal
 
-CASES = (
-    "alone:moa-1:chain@tensor=8",  # more devices than key-value heads
-    "batch:moa-1:wide@tensor=2,data=2",
-    "batch:eagle3-ids:wide@tensor=4",
-    "batch:glide:wide@tensor=2",
-    "batch:independent:wide@tensor=4,data=2",
-    "batch:lookup:chain@data=3",
-    "batch:moa-0:lagging@tensor=2",
-    "batch:moa-0+int8:wide@tensor=4",
-    "batch:moa-1+words:wide@tensor=2,data=2",
-    "engine:eagle:lagging@tensor=2,data=2",
-    "split:moa-0:chain@tensor=2",
-    "files:moa-0@tensor=4",
-    "files:moa-0+int8@tensor=2,data=2",
-)
+# tests/serve/test_processes.py has more devices than key-value heads.
+CASES = """
+    batch:eagle3-ids:wide@tensor=4 batch:glide:wide@tensor=2
+    batch:independent:wide@tensor=2,data=2 batch:lookup:chain@data=3
+    batch:moa-1+words+experts:wide@tensor=2,data=2 engine:eagle:lagging@tensor=2,data=2
+    split:moa-0+int8:chain@tensor=2
+    files:moa-0@tensor=4 files:moa-0+int8+experts@tensor=2,data=2
+    batch:moa-1+gemma:wide@tensor=2
+""".split()
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict]:
-    """Returns the result of each case, from a process with eight devices."""
+    """Returns the result of each case, from a process with four devices."""
     command = [sys.executable, "-m", "tests.decode.mesh_run", *CASES]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ, text=True, capture_output=True, timeout=1800
@@ -108,3 +102,5 @@ def test_meshes_that_cannot_be_are_refused():
         InputError, match="tensor=5 does not divide the target's feed-forward of 48"
     ):
         check_mesh(CONFIG, mesh)
+    with pytest.raises(InputError, match="tensor=5 does not divide the target's experts of 12"):
+        check_mesh(WIDE.experts.config, mesh)

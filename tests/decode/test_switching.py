@@ -18,7 +18,7 @@ from moa_jax.decode.session import GREEDY
 from moa_jax.decode.step import CATCH_UP
 from moa_jax.speculation.controller import LIMIT, NO_DRAFT, DraftController
 from tests.decode.test_chunks import PROMPTS, assert_same_rows
-from tests.decode.tiny import KINDS, drafter, follow, target
+from tests.decode.tiny import TINY, drafter, follow, target
 from tests.pairs import NO_STOP
 
 CHAIN, LONG, TREE = DraftShape(3), DraftShape(5), DraftShape(3, 2, 4)
@@ -41,6 +41,7 @@ def scripted(name: str, *choices: tuple[DraftShape, int]) -> Session:
     return follow(session(name), *choices)
 
 
+@pytest.mark.slow
 def test_a_drafted_round_of_a_lagging_drafter_leaves_it_lagging():
     """The drafter reads the round's own tokens; the tokens before them are still unread."""
     found = session("moa-1").begin([PROMPTS[1]], 20, NO_STOP, GREEDY)
@@ -56,7 +57,24 @@ def test_a_drafted_round_of_a_lagging_drafter_leaves_it_lagging():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+def test_a_lagging_drafter_reads_the_rows_of_windows_before_they_are_dropped(monkeypatch):
+    """A ring has 77 rows, and a call of 100 plain rounds follows a prompt of 61 tokens."""
+    monkeypatch.setattr("moa_jax.model.cache.TILE", 1)
+    pair = TINY.gemma.target(), TINY.gemma.drafter("moa-1")
+    own = Session(*pair, CHAIN, ways=(LONG,), chunk=4, cache_rows=256)
+    found = own.begin([PROMPTS[1]], 110, NO_STOP, GREEDY)
+    assert found.take(NO_DRAFT, 100).rounds == 100
+    found.catch_up()
+    text = [*PROMPTS[1], *found.tokens()[0]]
+    read = own.begin([text[:-1]], 9, NO_STOP, GREEDY)
+    assert read.tokens() == [text[-1:]]
+    assert own.room.rows_for(1) > read.state.round.target_caches[0].k_BKSE.shape[2] == 77
+    caches = (each.state.round.draft_cache for each in (found, read))
+    assert_same_rows(*caches, [len(text) - 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["moa-1", "eagle3"])
 def test_sync_drafter_reads_the_tokens_of_plain_rounds(name):
     """After `sync_drafter`, the caches and drafts equal those after a longer prompt."""
     found = scripted(name, (NO_DRAFT, BEHIND)).begin(SOME, NEW, NO_STOP, GREEDY)

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,7 +11,6 @@ from moa_jax.config import DraftShape
 from moa_jax.decode import step
 from moa_jax.decode.session import GREEDY
 from moa_jax.drafters import tree as tree_lib
-from moa_jax.drafters.api import NO_TOKEN, CandidateSampler
 from tests.compare import assert_close
 from tests.conftest import golden_cases
 from tests.pairs import NO_STOP, prompts_of, recorded, simple_pair  # noqa: F401
@@ -56,20 +54,18 @@ def tree_session(folder, name: str) -> tuple[Session, object]:
     return session, shown
 
 
-KINDS = ("moa_", "glide_", "independent_", "eagle_")  # their rounds are those of the authors' code
-QUICK = ("moa_llama_trained", "d4b3t8")
-WHOLE = ("moa_llama_trained", "glide_llama", "independent_llama", "eagle_llama_trained")
+# Their rounds are those of the authors' code. Drafting does not depend on the target's family.
+RECORDED = {
+    "moa_llama_trained": ("d4b3t8", "d7b8t62"),  # test_spec.py has chains
+    "eagle_llama_trained": ("d7b8t62",),
+    **dict.fromkeys(("glide_llama", "independent_llama"), ("d5b1t4",)),
+}
 
 
 def cases():
-    generated = [case for kind in KINDS for case in golden_cases(kind, "generate.npz")]
-    for case in generated:
-        # Drafting does not depend on the family: for one case of each kind, all shapes.
-        shapes = set(SHAPES) if case.id in WHOLE else {"d7b8t62"}
-        if case.id.startswith("moa_"):
-            shapes.discard("d5b1t4")  # a chain: test_spec.py has it
-        for name in sorted(shapes):
-            slow = [] if (case.id, name) == QUICK else [pytest.mark.slow]
+    for case in golden_cases("", "generate.npz"):
+        for name in RECORDED.get(case.id, ()):
+            slow = [] if name == "d4b3t8" else [pytest.mark.slow]
             marks = [*case.marks, *slow]
             yield pytest.param(*case.values, name, id=f"{case.id}-{name}", marks=marks)
 
@@ -116,57 +112,6 @@ def assert_first_tree(tree, scores, prompt, first):
     np.testing.assert_array_equal(position_N, first("position_ids").reshape(-1))
     for score_BX in scores:
         assert_close(score_BX[0], first("flat_scores").reshape(-1), "scores")
-
-
-# ---- growth, without a model --------------------------------------------------------------
-
-V = 7
-GUIDE = CandidateSampler(lambda x, _: jax.nn.log_softmax(x), None, None, V)
-
-
-def grown(table_VV, shape):
-    """Returns the tree of a drafter whose logits depend on the last token alone."""
-
-    def level(cache, tokens_BW, ancestor_BWX, depth):
-        assert ancestor_BWX.shape[1] == tokens_BW.shape[1]
-        return jnp.asarray(table_VV, jnp.float32)[tokens_BW], cache
-
-    return jax.jit(lambda: tree_lib.grow(level, (), jnp.array([0]), shape, GUIDE)[0])()
-
-
-def paths_of(tree):
-    """Returns {path of tokens from the root} for all nodes that exist."""
-    tokens, parents = np.asarray(tree.tokens_BN[0]), np.asarray(tree.parent_BN[0])
-    found = {0: ()}
-    for node in range(1, len(tokens)):
-        assert parents[node] < node
-        if tokens[node] != NO_TOKEN:
-            found[node] = (*found[int(parents[node])], int(tokens[node]))
-    assert len(set(found.values())) == len(found), "siblings are distinct"
-    return set(found.values()) - {()}
-
-
-def brute_force(table_VV, shape):
-    """Returns the same tree from its definition, by sorting in Python."""
-    log_VV = np.asarray(jax.nn.log_softmax(jnp.asarray(table_VV, jnp.float32)))
-    flat, frontier = [], [((), np.float32(0))]
-    for _ in range(shape.depth - 1):
-        new = []
-        for path, score in frontier:
-            row = log_VV[path[-1] if path else 0]
-            best = sorted(range(V), key=lambda v, row=row: (-row[v], v))[: shape.breadth]
-            new += [((*path, v), np.float32(score + row[v])) for v in best]
-        flat += new
-        frontier = sorted(new, key=lambda item: -item[1])[: shape.breadth]
-    best = sorted(flat, key=lambda item: -item[1])[: shape.num_drafted]
-    return {path for path, _ in best}
-
-
-@pytest.mark.parametrize("shape", [DraftShape(5), DraftShape(4, 3, 8), DraftShape(3, 7)])
-def test_dynamic_tree_from_its_definition(shape):
-    for seed in range(5):
-        table_VV = np.random.default_rng(seed).normal(size=(V, V))
-        assert paths_of(grown(table_VV, shape)) == brute_force(table_VV, shape)
 
 
 @pytest.mark.parametrize(

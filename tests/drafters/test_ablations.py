@@ -13,10 +13,7 @@ import numpy as np
 import pytest
 
 from moa_jax import load_drafter, load_target
-from moa_jax.config import (
-    MaskConfig,
-    Objective,
-)
+from moa_jax.config import MaskConfig, Objective
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import DRAFTERS, losses
 from moa_jax.drafters.api import TargetActivations
@@ -36,6 +33,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "no-sa": dict(has_self_attention=False),
     "bare": dict(layer_mixing="mean", has_self_attention=False),
     "hidden": dict(hidden_in_memory=True),
+    "norms": dict(norms=True),
 }
 T, PROMPT = 18, 7
 UNBOUNDED = Objective(MaskConfig(bounded=False))
@@ -61,6 +59,11 @@ def without(drafter: LoadedDrafter, **changes: Any) -> LoadedDrafter:
     if cfg.hidden_in_memory:
         width = drafter.params["ekv2e"]["bias"].shape[0]
         kept["hidden2e"] = {"kernel": 0.2 * jax.random.normal(jax.random.key(9), (width, width))}
+    if cfg.norms:
+        scales = {name: {"scale": jnp.linspace(0.5, 2, 16)} for name in ("q_norm", "k_norm")}
+        for part in ("self_attention", "cross_attention", "layer_self_attention"):
+            kept[part] = kept[part] | {"attention": scales | kept[part]["attention"]}
+        kept["memory_norm"] = {"scale": jnp.linspace(0.5, 2, kept["ekv2e"]["kernel"].shape[0])}
     return drafter._replace(config=cfg, params=kept)
 
 
@@ -81,9 +84,7 @@ def trained(pair: MoaPair, batch: Batch, objective: Objective = PAPER):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "num_reused"), [("last", 1), ("no-sa", 1), ("hidden", 1), ("bare", 0)]
-)
+@pytest.mark.parametrize(("name", "num_reused"), [("hidden", 1), ("bare", 0), ("norms", 1)])
 def test_cached_drafting_equals_training(name, num_reused, whole):
     target, drafter = whole
     drafter = without(drafter, **ABLATIONS[name], target_layer_inference=num_reused)
@@ -194,15 +195,12 @@ def test_files_hold_what_is_there(name, whole, tmp_path):
     found = convert.nest({path: packing.shape for path, packing in table.items()})
     assert found == jax.tree.map(lambda leaf: leaf.shape, shapes)
 
-    for layout in ("ours", "speculators"):
-        folder = tmp_path / layout
-        save_drafter(folder, "moa", ablated.config, ablated.params, target, layout=layout)
-        parts = {tensor.split(".")[0] for tensor in tensors_of(folder)}
-        assert {part.replace("2E", "2e").lower() for part in parts} == set(ablated.params)
-        stated = json.loads((folder / "config.json").read_text())
-        assert stated.items() >= ABLATIONS[name].items()
-        if layout == "ours":  # as the vLLM fork calls it
-            assert stated["disable_LSA"] == ("layer_mixing" in ABLATIONS[name])
-        again = load_drafter(folder, target)
-        assert again.config == ablated.config and not again.notices
-        jax.tree.map(np.testing.assert_array_equal, again.params, ablated.params)
+    save_drafter(tmp_path / "d", "moa", ablated.config, ablated.params, target)
+    parts = {tensor.split(".")[0] for tensor in tensors_of(tmp_path / "d")}
+    assert {part.replace("2E", "2e").lower() for part in parts} == set(ablated.params)
+    stated = json.loads((tmp_path / "d" / "config.json").read_text())
+    assert stated.items() >= ABLATIONS[name].items()
+    assert stated["disable_LSA"] == ("layer_mixing" in ABLATIONS[name])  # the vLLM fork's name
+    again = load_drafter(tmp_path / "d", target)
+    assert again.config == ablated.config and not again.notices
+    jax.tree.map(np.testing.assert_array_equal, again.params, ablated.params)

@@ -3,6 +3,7 @@
 # ruff: noqa: F811 (an imported fixture is an argument too)
 
 import dataclasses
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -16,31 +17,18 @@ import torch
 from infer import convert
 from infer.peers import unpickle
 from moa_jax import load_drafter
-from moa_jax.config import (
-    ChunkConfig,
-    Eagle3Config,
-    FeedbackConfig,
-    LossConfig,
-    Objective,
-)
+from moa_jax.config import ChunkConfig, Eagle3Config, FeedbackConfig, LossConfig, Objective
 from moa_jax.drafters import eagle, eagle3, eagle_common
+from moa_jax.files import model_folder, pickles
 from moa_jax.pretrained import save_drafter
 from moa_jax.training.distillation import tap
+from tests import drafting
 from tests.compare import assert_norm_close, assert_value
-from tests.conftest import arrays_of, golden_cases
-from tests.decode.test_trees import SHAPES
+from tests.conftest import arrays_of, golden_cases, slow
 from tests.drafters.test_kinds import drafter_of, wide_target  # noqa: F401
-from tests.drafting import (
-    batch_of,
-    loss_and_gradient,
-    make,
-    recorded_training,
-    stored,
-    untrained,
-)
-from tests.model_folders import edit_json, edit_tensors, refusal, tensors_of
+from tests.drafting import batch_of, make, recorded_training, stored, untrained
+from tests.model_folders import edit_json, edit_tensors, refusal, tensors_of, written_by
 from tests.oracle import eagle as oracle
-from tests.pairs import NO_STOP, Pair, prompts_of
 
 IDS = tuple(range(3, 90, 2))
 EAGLE3 = Eagle3Config(2, 44, draft_ids=IDS)
@@ -84,62 +72,56 @@ def test_draft_loss_and_gradients(folder, noise):
             assert_norm_close(value, expected[f"noise0/{name}"], name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("folder", golden_cases("eagle_", "generate.npz"))
-@pytest.mark.parametrize("name", SHAPES)
-def test_draft_accept_lengths_with_the_right_mask(folder, name):
-    """Recordings exist for both masks; tests/decode/test_trees.py compares the authors' mask."""
-    pair, arrays = Pair(folder, None), arrays_of(folder / "generate.npz")
-    keys = [f"{which}/{name}/fixedmask_accept_len" for which, *_ in prompts_of(arrays)]
-    if not set(keys) & set(arrays):
-        pytest.skip("recorded with the authors' mask alone")
-    session = pair.session(SHAPES[name])
-    for key, (_, prompt, answer) in zip(keys, prompts_of(arrays), strict=True):
-        (found,) = session.generate([prompt], len(answer), NO_STOP)
-        assert found.token_ids == answer
-        wanted = arrays[key].tolist()
-        compared = min(len(found.accept_lengths), len(wanted)) - 1
-        assert found.accept_lengths[:compared] == wanted[:compared]
-
-
 # ---- any pair -----------------------------------------------------------------------------
 
 
-def test_training_time_test_equals_the_oracle(wide_target, tmp_path):
-    """Compares loss and gradients of two rows, in chunks; the head lacks some target tokens."""
-    drafter, lengths, steps = drafter_of("eagle3", wide_target), (16, 12), 3
+@pytest.mark.parametrize(
+    "kind, writer",
+    [slow("eagle3", None), slow("eagle3.1", "nemo"), slow("eagle3-qwen3", "speculators")],
+)
+def test_training_time_test_equals_the_oracle(kind, writer, wide_target, tmp_path):
+    """Compares loss and gradients of two rows, in chunks; the head lacks some target tokens.
+
+    Drafters in the files of other software draft the text of plain decoding.
+    """
+    drafter, lengths, steps = drafter_of(kind, wide_target), (16, 12), 3
+    config, saved = drafter.config, (drafter.config, drafter.params, wide_target)
+    save_drafter(tmp_path / "d", "eagle3", *saved, layout="authors")
+    if writer:
+        drafter = load_drafter(written_by(tmp_path / "d", writer), wide_target)
+        assert drafter.config == config
     draw = np.random.default_rng(7)
     tokens_BT = draw.integers(1, 100, (2, 16))
     response_BT = draw.random((2, 16)) < 2 / 3
     real_BT = np.arange(16) < np.array(lengths)[:, None]
     batch = batch_of(tokens_BT * real_BT, real_BT, response_BT & real_BT)
-    objective = Objective(
-        loss=LossConfig(token_weight=1.0),
-        chunks=ChunkConfig(head=5),
-        feedback=FeedbackConfig(steps=steps, decay=0.8),
-    )
-    parts, gradient = loss_and_gradient(wide_target, drafter, batch, objective)
+    loss, feedback = LossConfig(token_weight=1.0), FeedbackConfig(steps=steps, decay=0.8)
+    objective = Objective(loss=loss, chunks=ChunkConfig(head=5), feedback=feedback)
+    parts, gradient = drafting.loss_and_gradient(wide_target, drafter, batch, objective)
 
-    save_drafter(tmp_path / "d", "eagle3", drafter.config, drafter.params, wide_target)
-    files = {name: torch.from_numpy(x.copy()) for name, x in tensors_of(tmp_path / "d").items()}
+    files = {
+        name.removeprefix("model.").replace("layers.0.", "midlayer."): torch.from_numpy(x.copy())
+        for name, x in tensors_of(tmp_path / "d").items()
+    }
     learnt = {name: files[name].requires_grad_() for name in gradient}
     functions = make(wide_target, drafter)
-    pass_of = lambda batch: tap(
-        wide_target.config, functions, wide_target.params, batch, jnp.float32
-    )
-    tapped, conversations = jax.jit(pass_of)(batch), []
+    given = (wide_target.config, functions, wide_target.params)
+    tapped, conversations = jax.jit(lambda batch: tap(*given, batch, jnp.float32))(batch), []
     for row, size in enumerate(lengths):
         cut = (row, slice(0, size))
         tokens, answer = (x[cut].tolist() for x in (batch.tokens_BT, batch.response_BT))
         reads = _reads(wide_target, tapped, cut)
         conversations.append(oracle.LearntConversation(tokens, reads, answer))
     block = wide_target.config.block
-    sizes = oracle.Sizes(block.head_dim, block.rms_norm_eps, block.rope_theta)
+    flags = (config.norm_before_residual, config.norm_output)
+    sizes = oracle.Sizes(block.head_dim, block.rms_norm_eps, block.rope_theta, *flags)
     expected = oracle.loss_eagle3(files, conversations, steps, 0.8, sizes)
     assert_value(parts["loss"], expected.detach(), "loss")
     slopes = torch.autograd.grad(expected, list(learnt.values()))
     for name, slope in zip(learnt, slopes, strict=True):
         assert_norm_close(gradient[name], slope, name)
+    if writer:
+        drafting.assert_changes_nothing(wide_target, drafter)
 
 
 def _reads(target, tapped, cut):
@@ -217,12 +199,68 @@ def test_layers_are_written_for_every_reader(wide_target, tmp_path):
         assert load_drafter(folder, wide_target).config == config
 
 
-def test_pickles_are_rewritten_once(wide_target, files, tmp_path):
+SPECULATORS = {  # what readers need, and what our drafters compute
+    "speculators_model_type": "eagle3",  # speculators 0.9, src/speculators/config.py
+    "speculators_version": "0.9.0",
+    "draft_vocab_size": len(IDS),  # src/speculators/models/eagle3/config.py
+    **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output"), False),
+    "norm_before_residual": False,  # vLLM, .../configs/speculators/algos.py: true if missing
+    TOP: OTHER,
+}
+
+
+def test_files_are_those_of_the_speculators_library(wide_target, files, tmp_path, capsys):
+    edit_json(files / "config.json", **{TOP: OTHER})
+    where = ["--target", str(wide_target.folder), "--draft", str(files), "--to", "speculators"]
+    convert.main([*where, "--output", str(tmp_path / "new")])
+    assert "verifier.name_or_path is 'target', not a model of the hub" in capsys.readouterr().err
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config.items() >= SPECULATORS.items() and "eagle_config" not in config
+    whole = json.loads((wide_target.folder / "config.json").read_text())
+    changed = {"num_hidden_layers": 1, "intermediate_size": 44, "num_key_value_heads": 2}
+    layer = config["transformer_layer_config"]
+    for key in ("model_type", "vocab_size", "hidden_size", "num_attention_heads", *changed):
+        assert layer[key] == (whole | changed)[key]
+    block = config["speculators_config"]  # vLLM, .../configs/speculators/base.py
+    assert block["algorithm"] == "eagle3"
+    assert block["verifier"]["architectures"] == ["LlamaForCausalLM"]
+    assert block["proposal_methods"][0].items() >= {"speculative_tokens": 4}.items()
+    written, source = tensors_of(tmp_path / "new"), tensors_of(files)
+    assert written.keys() == {name.replace("midlayer", "layers.0") for name in source}
+    for name, tensor in source.items():
+        np.testing.assert_array_equal(written[name.replace("midlayer", "layers.0")], tensor)
+    falling = dataclasses.replace(EAGLE3, draft_ids=IDS[::-1], tapped_layers=tuple(OTHER))
+    where = (tmp_path / "d", "eagle3", falling, {}, wide_target)
+    assert "d2t: layout specu" in refusal(save_drafter, *where, layout="speculators")
+    if importlib.util.find_spec("speculators"):
+        read = importlib.import_module("speculators").SpeculatorModelConfig
+        read = read.from_pretrained(tmp_path / "new")
+        assert (read.norm_before_residual, read.target_vocab_size) == (False, whole["vocab_size"])
+
+
+def test_pickles_are_copied_once(wide_target, files, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    expected = load_drafter(files, wide_target).params
     tensors = {name: torch.from_numpy(x.copy()) for name, x in tensors_of(files).items()}
     (files / "model.safetensors").unlink()
     torch.save(tensors, files / "pytorch_model.bin")
     unpickle.main([str(files), str(tmp_path / "new")])
-    assert load_drafter(tmp_path / "new", wide_target).config == EAGLE3
+    found = [load_drafter(folder, wide_target) for folder in (tmp_path / "new", files, files)]
+    for drafter in found:
+        assert drafter.config == EAGLE3
+        jax.tree.map(np.testing.assert_array_equal, drafter.params, expected)
+    assert found[1].folder == found[2].folder != files
+    assert model_folder.public_name(found[1].folder) == files.name
+    edit_json(files / "config.json", fc_norm=True)
+    assert "lacks 3 tensors (fc_norm.0.weight" in refusal(load_drafter, files, wide_target)
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cpu")
+    said = refusal(unpickle.main, [str(files), str(tmp_path / "other")])
+    assert said == "torch 2.5.1+cpu may run code of a pickle; install torch 2.6 or later"
+    monkeypatch.setattr(pickles, "has_torch", lambda: False)
+    said = refusal(load_drafter, files, wide_target)
+    assert said.startswith(f"{files} holds pytorch_model.bin but no safetensors, and only torch")
+    assert "pip install torch, or run python -m infer.peers.unpickle" in said
+    assert "torch is missing" in refusal(unpickle.main, [str(files), str(tmp_path / "other")])
 
 
 class Evil:

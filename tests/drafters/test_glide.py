@@ -1,24 +1,16 @@
-"""The GLIDE drafter against the authors' recordings, and its files."""
+"""The GLIDE drafter against the authors' recordings."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moa_jax import load_drafter, load_target
 from moa_jax.drafters import glide, losses
 from moa_jax.model import masks
-from moa_jax.pretrained import save_drafter
 from moa_jax.training.distillation import tap
 from tests.compare import assert_close, assert_norm_close, assert_value
 from tests.conftest import arrays_of, golden_cases
-from tests.drafting import (
-    calm_target,  # noqa: F401
-    loss_and_gradient,
-    make,
-    recorded_training,
-)
-from tests.model_folders import assert_same_tensors
+from tests.drafting import loss_and_gradient, make, recorded_training
 
 recorded = pytest.mark.parametrize("folder", golden_cases("glide_", "train.npz"))
 
@@ -73,15 +65,3 @@ def test_draft_loss_and_gradients(folder):
         assert gradient.keys() == set(grads)
         for name, ours in gradient.items():
             assert_norm_close(ours, grads[name], name)
-
-
-@pytest.mark.parametrize("folder", golden_cases("glide_", "draft/model.safetensors"))
-def test_draft_files_are_read_and_written_bit_for_bit(folder, tmp_path):
-    target = load_target(folder / "target", jnp.float32)
-    drafter = load_drafter(folder / "draft", target)
-    assert (drafter.method, drafter.notices) == ("glide", ())
-    for layout in ("ours", "authors"):
-        new = tmp_path / layout
-        save_drafter(new, "glide", drafter.config, drafter.params, target, layout=layout)
-        assert_same_tensors(folder / "draft", new)
-        assert load_drafter(new, target).config == drafter.config

@@ -7,19 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moa_jax import load_drafter, load_target
-from moa_jax.pretrained import save_drafter, save_target
+from moa_jax import load_drafter
+from moa_jax.pretrained import save_target
 from moa_jax.training.distillation import tap
 from tests.compare import assert_close, assert_norm_close, assert_value
 from tests.conftest import arrays_of, golden_cases
 from tests.drafters.test_kinds import cut_short
-from tests.drafting import (
-    calm_target,  # noqa: F401
-    loss_and_gradient,
-    make,
-    recorded_training,
-)
-from tests.model_folders import refusal, tensors_of
+from tests.drafting import calm_target, loss_and_gradient, make, recorded_training  # noqa: F401
+from tests.model_folders import refusal
 
 BORROWED = "independent-borrowed"
 AUTHORS = "spec_model."  # before the names of recorded gradients
@@ -59,25 +54,6 @@ def test_draft_loss_and_gradients(folder):
     assert {AUTHORS + name for name in gradient} - set(expected) == {f"{AUTHORS}model.norm.weight"}
     for name in expected:
         assert_norm_close(gradient[name.removeprefix(AUTHORS)], expected[name], name)
-
-
-@pytest.mark.parametrize("folder", golden_cases("independent_", "draft/model.safetensors"))
-def test_draft_files_are_read_and_written_bit_for_bit(folder, tmp_path):
-    """Files hold the borrowing model, as the authors write it, or a whole model."""
-    target = load_target(folder / "target", jnp.float32)
-    whole = tensors_of(folder / "draft")
-    drafter = load_drafter(folder / "draft", target)
-    assert drafter.method == "independent"
-    save_drafter(tmp_path / "own", "independent", drafter.config, drafter.params, target)
-    assert load_drafter(tmp_path / "own", target).config == drafter.config
-    borrowed = load_drafter(folder / "draft", target, method=BORROWED)
-    save_drafter(tmp_path / "borrowed", BORROWED, borrowed.config, borrowed.params, target)
-    assert load_drafter(tmp_path / "borrowed", target).method == BORROWED
-    for name, missing in (("own", set()), ("borrowed", {"embed_tokens", "lm_head"})):
-        found = tensors_of(tmp_path / name)
-        assert {key for key in whole if not any(m in key for m in missing)} == set(found)
-        for key, tensor in found.items():
-            np.testing.assert_array_equal(tensor, whole[key], key)
 
 
 # ---- any pair -----------------------------------------------------------------------------

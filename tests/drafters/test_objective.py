@@ -10,25 +10,17 @@ import numpy as np
 import pytest
 
 from moa_jax import InputError
-from moa_jax.config import (
-    BlockConfig,
-    ChunkConfig,
-    LossConfig,
-    MaskConfig,
-    MoaConfig,
-    Objective,
-    TargetConfig,
-)
+from moa_jax.config import ChunkConfig, LossConfig, MaskConfig, MoaConfig, Objective
 from moa_jax.data.batch import Batch
 from moa_jax.drafters import distill_loss, losses
 from moa_jax.drafters.moa import make
-from moa_jax.model import attention, llama
+from moa_jax.model import attention
 from moa_jax.model.cache import KV
 from moa_jax.training.distillation import abstract_frozen, make_loss
 from tests.compare import assert_norm_close, assert_value
 from tests.conftest import slow
+from tests.train.test_packing import TARGET, frozen_weights
 
-TARGET = TargetConfig("llama", 96, 3, BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None), False, 64)
 DRAFTER = MoaConfig(1, 24, 1, 24, 2, 16, target_layer_inference=1)
 ON_POLICY = Objective(MaskConfig(on_policy_reuse=True), LossConfig("log_acceptance"))
 T = 30  # not a multiple of any chunk below
@@ -41,10 +33,7 @@ def batch_of(rows: int = 3) -> Batch:
     return Batch(tokens_BT, np.ones((rows, T), np.int32), position_BT, response_BT)
 
 
-@functools.cache
-def stacked_target() -> dict:
-    params = jax.jit(partial(llama.init, TARGET))(jax.random.key(1))
-    return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
+stacked_target = functools.cache(partial(frozen_weights, TARGET))
 
 
 @functools.cache
@@ -155,21 +144,17 @@ def test_feature_loss_fades():
         assert_value(parts["loss"], 0.1 * parts["cross_entropy"] + weight * feature, "loss")
 
 
-@pytest.mark.parametrize(
-    "make_config",
-    [
-        partial(LossConfig, "cross_entropy", -1.0, 1.0),
-        partial(LossConfig, "cross_entropy", 0.1, float("nan")),
-        partial(LossConfig, "cross_entropy", 0, 0),
-        partial(LossConfig, feature_fade=0.0),
-        partial(MaskConfig, shortest_future=9, longest_future=8),
-        partial(MaskConfig, first_tokens=True, bounded=False),
-        partial(ChunkConfig, head=-1),
-    ],
-)
-def test_impossible_settings_are_refused(make_config):
+WEIGHTS = ((-1.0, 1.0), (0.1, float("nan")), (0, 0))  # of tokens and of features
+IMPOSSIBLE = [(LossConfig, dict(token_weight=t, feature_weight=f)) for t, f in WEIGHTS]
+IMPOSSIBLE += [(LossConfig, dict(feature_fade=0.0)), (ChunkConfig, dict(head=-1))]
+IMPOSSIBLE += [(MaskConfig, dict(shortest_future=9, longest_future=8))]
+IMPOSSIBLE += [(MaskConfig, dict(first_tokens=True, bounded=False))]
+
+
+@pytest.mark.parametrize("kind, settings", IMPOSSIBLE)
+def test_impossible_settings_are_refused(kind, settings):
     with pytest.raises(InputError):
-        make_config()
+        kind(**settings)
 
 
 # ---- memory -------------------------------------------------------------------------------

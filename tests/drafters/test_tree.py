@@ -50,8 +50,7 @@ def example(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["tokens_BX", "score_BX", "parent_BX", "best_BW", "tokens_BN", "parent_BN", "depth_BN"],
+    "name", ["tokens_BX", "score_BX", "parent_BX", "best_BW", "tokens_BN", "parent_BN", "depth_BN"]
 )
 def test_the_example_of_a_dynamic_tree(example, name):
     np.testing.assert_allclose(example[name], shown(tree_lib.__doc__, name), rtol=1e-6)

@@ -1,11 +1,17 @@
-"""A fixture closes the engines of a test at its end."""
+"""Fixtures close the engines of a test at its end; the files share compiled programs."""
 
 from __future__ import annotations
 
 import pytest
 
 from moa_jax.engine import Engine
-from tests.engine.engines import close_all
+from tests.engine.engines import FIRST, close_all
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _dropping():
+    yield
+    FIRST.clear()
 
 
 @pytest.fixture(scope="module", autouse=True)

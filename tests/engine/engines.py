@@ -15,11 +15,13 @@ import numpy as np
 from moa_jax import Session
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.engine import Engine, Request, RequestOutput
+from moa_jax.engine.program_cache import LOGPROBS, ProgramName
 from tests.decode.test_chunks import drafter, target
 
 NO_STOP: tuple[int, ...] = ()
 CHAIN, TREE, LONG = DraftShape(3), DraftShape(3, 2, 4), DraftShape(5)
 WAIT_S = 120.0
+EVERY = Sampling(1.0, 9, 0.9, 0.1, 1.1, ((5, 1.0),), presence_penalty=0.5)  # all settings
 LAWS = (
     Sampling(),
     Sampling(0.9, seed=4),
@@ -76,9 +78,12 @@ def plain() -> Session:
 
 @functools.cache
 def alone(request: Request) -> tuple[list[int], str]:
-    """Returns the tokens of plain decoding, and their finish reason."""
-    prompts, stops = [list(request.prompt_ids)], list(request.stop_ids)
-    (row,) = plain().generate(prompts, request.max_new_tokens, stops, [request.sampling])
+    """Returns the tokens of plain decoding, and their finish reason.
+
+    Beside a row that uses all settings, so that one program serves all requests.
+    """
+    prompts, lengths = [list(request.prompt_ids), [5]], [request.max_new_tokens, 1]
+    row, _ = plain().generate(prompts, lengths, list(request.stop_ids), [request.sampling, EVERY])
     return row.token_ids, row.finish_reason
 
 
@@ -100,12 +105,20 @@ def engine_of(name: str | None, shape: DraftShape | None = CHAIN, **rest) -> Eng
     settings = dict(num_slots=4, max_tokens=200, chunk=32) | rest
     found = Engine(target(), name and drafter(name), shape if name else None, **settings)
     key = (name, shape, *(settings.get(each) for each in ("num_slots", "chunk", "ways")))
+    if name not in (None, "lookup"):  # no test asks these engines for log-probabilities
+        first = [each for each in found.programs.first() if not scores(each)]
+        found.programs.first = lambda: first
     found.programs.ready |= FIRST.get(key, {})
     found.prepare()
     FIRST[key] = dict(found.programs.ready)
     found._pacing.add_dummy_runs = lambda names: None  # most of a test is compiling
     found.programs.later = lambda: []
     return found
+
+
+def scores(name: ProgramName) -> bool:
+    """Whether a program returns log-probabilities."""
+    return name.kind == "score" or name.rows == LOGPROBS
 
 
 SERVING: dict[Any, Engine] = {}
@@ -126,11 +139,10 @@ def serving(name: str | None, shape: DraftShape | None = CHAIN) -> Engine:
 
 
 def close_all() -> None:
-    """Closes the cached engines, and drops all programs."""
+    """Closes the cached engines."""
     for engine in SERVING.values():
         engine.close()
     SERVING.clear()
-    FIRST.clear()
 
 
 @contextlib.contextmanager

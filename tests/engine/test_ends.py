@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from moa_jax.config import Sampling
-from moa_jax.decode.row_settings import row_settings
+from moa_jax.decode.row_settings import full_bitmask, row_settings
 from moa_jax.engine import Engine, EngineClosed, QueueFull, Request, RequestOutput
 from moa_jax.errors import InputError
 from tests.decode.test_chunks import target
@@ -36,7 +37,7 @@ from tests.meeting import wait_for
 @pytest.mark.slow
 def test_a_request_may_be_cancelled_at_any_time(started):
     """In the queue, in prefill and while it decodes; the slot serves the next request."""
-    engine = engine_of("moa-1", num_slots=1)
+    engine = engine_of(None, num_slots=1)
     requests = [Request((1,) * 150, 40, NO_STOP), Request((5, 9), 190, NO_STOP, LAWS[1])]
     requests += [Request((6,), 9, NO_STOP), Request((50, 3), 30, NO_STOP)]
     listeners = [Listener() for _ in requests]
@@ -68,7 +69,8 @@ SCORED = Request((5,), 3, (), top_logprobs=1, prompt_logprobs=True)
         (Request((1,), 3, tuple(range(65))), "65 stop ids"),
         (Request((1,), 3, (), top_logprobs=21), "21 top tokens"),
         (Request((1,), 3, (), Sampling(logit_bias=((64, 1.0),))), "id 64 of 64"),
-        (replace(SCORED, top_logprobs=None), "prompt_logprobs without top_logprobs"),
+        (Request((1,), 3, (), Sampling(bad_words=((1,) * 17,))), "longest of 17 tokens; give at"),
+        (Request((1,), 3, (), Sampling(bad_words=((64,),))), "sequences of ids below 64"),
         (replace(SCORED, max_new_tokens=-1), "ask for at least 1"),
         (replace(SCORED, prompt_ids=(5,) * 200, max_new_tokens=0), "1 are to follow"),
     ],
@@ -95,7 +97,7 @@ def test_an_engine_that_cannot_be_is_refused(monkeypatch):
 
 @pytest.mark.slow
 def test_closing_lets_answers_end_in_the_time_they_have():
-    engine, request = engine_of("moa-1", num_slots=1), Request((5,), 5, NO_STOP)
+    engine, request = engine_of(None, num_slots=1), Request((5,), 5, NO_STOP)
     engine.start()
     engine.submit(request, one := Listener())
     engine.close(drain_s=WAIT_S)
@@ -142,11 +144,13 @@ def test_a_stop_that_is_no_token_stops_nothing():
 
 
 def test_a_request_is_taken_without_work_for_the_device():
-    """`submit` runs on an event loop, so it must not wait for calls on the device."""
+    """`submit` runs on an event loop; a matcher is made when the request gets a slot."""
     engine, biases = Engine(target(), max_tokens=200), ((5, 2.0), (7, float("-inf")))
+    grammar = SimpleNamespace(bitmask_W=full_bitmask(64), row=pytest.fail)
     with jax.transfer_guard("disallow_explicit"):
         for sampling in (*LAWS, Sampling(1.0, seed=2**32 - 1, logit_bias=biases)):
-            engine.submit(Request((5, 9), 20, (3,), sampling, top_logprobs=2), Listener())
+            request = Request((5, 9), 20, (3,), sampling, top_logprobs=2, grammar=grammar)
+            engine.submit(request, Listener())
 
 
 def test_a_client_may_close_an_engine():
@@ -203,11 +207,10 @@ def test_a_prefix_of_a_prompt_that_failed_is_not_copied(monkeypatch):
     assert_as_alone([requests[i] for i in fine], [found[i] for i in fine])
 
 
-@pytest.mark.parametrize("name", [None, pytest.param("moa-1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", ["decode", "prefill"])
-def test_running_requests_fail_with_the_state_and_waiting_ones_do_not(what, name, monkeypatch):
+def test_running_requests_fail_with_the_state_and_waiting_ones_do_not(what, monkeypatch):
     """A call that fails on the device has consumed the only copy of the state."""
-    engine = serving(name)
+    engine = serving(None)
     run, count = engine.programs.run, iter(range(1000))
 
     def broken(name, state=None, *arrays):
@@ -273,17 +276,19 @@ def test_requests_that_a_stuck_engine_has_not_taken_get_an_error():
     assert [len(each.all) for each in found] == [1, 1]
 
 
-@pytest.mark.parametrize("end", ["error", "cancelled"])
-def test_a_call_in_flight_adds_no_tokens_to_a_request_that_has_ended(end, monkeypatch, started):
-    """Commands of other threads come while the engine's thread waits for the device."""
+@pytest.mark.parametrize("at, end", [("read", "error"), ("read", "cancelled"), ("_send", "error")])
+def test_a_call_in_flight_adds_no_tokens_to_a_request_that_has_ended(at, end, monkeypatch, started):
+    """Commands of other threads come while the engine's thread waits for the device, or sends."""
     engine = engine_of(None)
-    read, found = engine._batch.read, Listener()
+    where, found = engine if at == "_send" else engine._batch, Listener()
+    call = getattr(where, at)
 
-    def ended(call):
+    def ended(*arguments):
+        setattr(where, at, call)
         engine.cancel(0) if end == "cancelled" else engine.abandon("process 1 has died")
-        return read(call)
+        return call(*arguments)
 
-    monkeypatch.setattr(engine._batch, "read", ended)
+    setattr(where, at, ended)
     engine.submit(Request((5,), 60, NO_STOP), found)
     started(engine)
     assert found.wait().finish_reason == end

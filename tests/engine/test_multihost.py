@@ -16,23 +16,22 @@ from moa_jax.engine.multihost import READER, Message, run_follower
 from moa_jax.engine.program_cache import ProgramCache, ProgramName
 from moa_jax.runtime import multihost as processes
 from moa_jax.runtime.followers import END, Followers, LeaderDied, gather, join
-from tests.decode.test_chunks import drafter, target
-from tests.engine.engines import CHAIN, answers, assert_as_alone, mixed
+from tests.decode.test_chunks import target
+from tests.engine.engines import answers, assert_as_alone, mixed
 
 SETTINGS = dict(num_slots=2, max_tokens=140, chunk=32, prefix_bytes=1 << 20)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [None, "moa-1"])
-def test_another_process_runs_what_the_first_one_runs(name):
+def test_another_process_runs_what_the_first_one_runs():
     """The follower is a thread with its own program cache; it repeats the run of each program."""
-    pair, ends = (target(), drafter(name), CHAIN) if name else (target(),), []
+    ends = []
     ours, theirs = Pipe()
     followers = Followers({1: ours}, lambda *reason: ends.append(reason))
-    other = noting(Engine(*pair, **SETTINGS).programs)
+    other = noting(Engine(target(), **SETTINGS).programs)
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(run_follower, other, theirs)
-        engine = Engine(*pair, followers=followers, **SETTINGS)
+        engine = Engine(target(), followers=followers, **SETTINGS)
         own, engine.programs.later = noting(engine.programs), lambda: []
         engine.start()
         requests = mixed(8, 1, longest=60)
@@ -82,7 +81,8 @@ def test_closing_does_not_wait_for_a_stuck_message(monkeypatch):
         while not followers._lock.locked():
             pass
         followers.close()
-        theirs.recv_bytes()
+        assert len(theirs.recv_bytes()) == 1 << 24
+        assert theirs.poll(30) and theirs.recv_bytes() == END
 
 
 def test_a_run_that_fails_ends_the_group(monkeypatch):

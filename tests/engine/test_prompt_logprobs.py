@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,8 +14,7 @@ from moa_jax import Session
 from moa_jax.config import Sampling
 from moa_jax.decode import logprobs
 from moa_jax.engine import Engine, Request
-from moa_jax.model import llama, masks
-from tests.decode.test_chunks import target
+from tests.decode.tiny import log_probs_along, target
 from tests.engine.engines import Listener, alone, answers, engine_of, mixed
 
 CHUNK = 32
@@ -24,10 +22,10 @@ RANDOM = np.random.default_rng(3)
 TEXT = tuple(RANDOM.integers(0, 61, 90).tolist())
 
 
-@pytest.fixture(scope="module", params=[None, pytest.param("moa-1", marks=pytest.mark.slow)])
-def engine(request) -> Iterator[Engine]:
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
     """Returns an engine without background compiles, so that its programs do not depend on time."""
-    made = engine_of(request.param, chunk=CHUNK)
+    made = engine_of(None, chunk=CHUNK)
     made.session.background.submit = lambda *job, **rest: None
     made.start()
     yield made
@@ -42,14 +40,7 @@ def asking(prompt: tuple[int, ...], new: int, top: int = 3, **rest) -> Request:
     return Request(prompt, new, **settings, top_logprobs=top, prompt_logprobs=True)
 
 
-@functools.cache
-def by_one_pass() -> np.ndarray:
-    """Returns the log-probabilities (T, V) of the token after each token of the text."""
-    text_1T = jnp.array([TEXT])
-    context = llama.Context(jnp.arange(len(TEXT))[None], masks.causal_tree(len(TEXT)))
-    found = llama.forward(target().config, target().params, text_1T, context)
-    logits_1TV = llama.unembed(target().params, found.hidden_BTD)
-    return np.asarray(jax.nn.log_softmax(logits_1TV))[0]
+by_one_pass = functools.cache(lambda: log_probs_along(target(), TEXT))
 
 
 def of_prompt(listener: Listener) -> list[logprobs.TokenLogprob | None]:

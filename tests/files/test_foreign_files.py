@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from moa_jax.pretrained import load_drafter, load_target
-from tests.model_folders import (
-    edit_json,
-    edit_tensors,
-    refusal,
-    save_random_drafter,
-    save_shards,
-    tensors_of,
-)
+from moa_jax.files import client_files
+from moa_jax.pretrained import load_drafter, load_target, save_drafter, save_for_client
+from tests import model_folders
+from tests.model_folders import edit_tensors, refusal, save_random_drafter, tensors_of, written_by
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
@@ -34,7 +29,7 @@ def test_a_head_that_differs_is_read_as_transformers_reads_it(saved, tmp_path, c
     assert HEAD in caplog.text and EMBEDDING in caplog.text
     target = load_target(saved / "qwen2" / "target")
     assert "lm_head" in load_drafter(tied, target, method="independent").params
-    edit_json(tied / "config.json", tie_word_embeddings=False)
+    model_folders.edit_json(tied / "config.json", tie_word_embeddings=False)
     caplog.clear()
     np.testing.assert_array_equal(load_target(tied, "float32").params["lm_head"], head_DV)
     assert not caplog.text
@@ -42,9 +37,9 @@ def test_a_head_that_differs_is_read_as_transformers_reads_it(saved, tmp_path, c
 
 def test_tensors_that_two_files_hold_are_compared(pair):
     target, zeros = pair / "target", np.zeros(60, np.float32)
-    save_shards(target, tensors_of(target))
+    model_folders.save_shards(target, tensors_of(target))
     load_target(target)
-    file_of = save_shards(target, tensors_of(target) | {NORM: zeros})
+    file_of = model_folders.save_shards(target, tensors_of(target) | {NORM: zeros})
     line = refusal(load_target, target)
     assert NORM in line and str(target / file_of[NORM]) in line
     assert str(target / "model.safetensors") in line
@@ -69,8 +64,7 @@ def test_a_table_of_frequencies_is_compared(pair):
 
 
 @pytest.mark.parametrize(
-    "method, name, theirs",
-    [("eagle", HEAD, HEAD), ("eagle3", "embed_tokens.weight", EMBEDDING)],
+    "method, name, theirs", [("eagle", HEAD, HEAD), ("eagle3", "embed_tokens.weight", EMBEDDING)]
 )
 def test_a_copy_in_a_drafters_files_is_the_targets(saved, tmp_path, method, name, theirs):
     folder = saved / "llama" / "target"
@@ -92,35 +86,40 @@ def test_a_mask_is_compared_with_the_map(saved, tmp_path):
     assert "t2d marks 40 tokens" in line and "d2t" in line
 
 
-def prefixed(prefix):
-    """Adds a prefix to the names of a folder's tensors."""
-
-    def change(folder):
-        tensors = {prefix + name: tensor for name, tensor in tensors_of(folder).items()}
-        save_file(tensors, folder / "model.safetensors")
-
-    return change
+WRITERS = [("eagle3", writer) for writer in ("speculators", "nvidia", "nemo", "specjax")]
 
 
-def nested(folder):
-    """Writes a config.json in the layout of speculators."""
-    config = json.loads((folder / "config.json").read_text())
-    outer = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
-    outer |= {"draft_vocab_size": 40, "transformer_layer_config": config}
-    (folder / "config.json").write_text(json.dumps(outer))
+@pytest.mark.parametrize("method, writer", [*WRITERS, ("eagle", "nemo")])
+def test_a_layout_of_other_software_is_read(saved, tmp_path, method, writer):
+    """The drafter is that of official files, is written as one, and may be cut for a client."""
+    target = load_target(saved / "llama" / "target")
+    draft = save_random_drafter(tmp_path / "d", method, target.folder)
+    copy = {"embed_tokens.weight": tensors_of(target.folder)[EMBEDDING]}
+    if method == "eagle":  # some repeat the head, too
+        copy[HEAD] = tensors_of(target.folder)[HEAD]
+    edit_tensors(draft, **copy)
+    official, found = load_drafter(draft, target), load_drafter(written_by(draft, writer), target)
+    assert (found.method, found.config) == (official.method, official.config)
+    save_drafter(tmp_path / "ours", method, found.config, found.params, target)
+    for again in (found, load_drafter(tmp_path / "ours", target)):
+        jax.tree.map(np.testing.assert_array_equal, again.params, official.params)
+    save_for_client(tmp_path / "part", target, found)
+    part = load_drafter(tmp_path / "part" / "draft", target, for_client=True)
+    expected = {name: official.params[name] for name in part.params}
+    jax.tree.map(np.testing.assert_array_equal, part.params, expected)
+    assert client_files.model_hash(part.folder) == client_files.model_hash(draft)
 
 
-@pytest.mark.parametrize(
-    "method, change, says",
-    [
-        ("eagle3", nested, "nests transformer_layer_config, which is speculators' layout"),
-        ("eagle3", prefixed("model."), "the layout of EAGLE-3 below `model.`"),
-        ("eagle", prefixed("module."), "DistributedDataParallel (a prefix"),
-    ],
-)
-def test_a_layout_that_is_not_read_is_named(saved, tmp_path, method, change, says):
-    target = saved / "llama" / "target"
-    draft = save_random_drafter(tmp_path / "d", method, target)
-    change(draft)
-    line = refusal(load_drafter, draft, load_target(target))
-    assert says in line and str(draft) in line
+def test_a_layout_that_is_not_read_is_named(saved, tmp_path):
+    target = load_target(saved / "llama" / "target")
+    draft = save_random_drafter(tmp_path / "d", "eagle", target.folder)
+    tensors = tensors_of(draft)
+    prefixed = {f"module.{name}": tensor for name, tensor in tensors.items()}
+    twice = tensors | {"model.fc.weight": tensors["fc.weight"]}
+    for stored, says in (
+        (prefixed, "DistributedDataParallel (a prefix"),
+        (twice, "fc.weight and model.fc.weight are one tensor under two names"),
+    ):
+        save_file(stored, draft / "model.safetensors")
+        line = refusal(load_drafter, draft, target)
+        assert says in line and str(draft) in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from infer import convert, generate
+from infer import convert
 from infer.cli.flags.pair import DEMO
 from moa_jax import load_target
 from moa_jax.config import RopeScaling
@@ -22,7 +23,7 @@ from moa_jax.pretrained import describe_target, save_target
 from tests.gguf_files import Q, write_gguf
 from tests.model_folders import assert_same_tensors, edit_json, refusal, save_random_pair
 
-TARGET = DEMO / "target"
+TARGET, OTHERS = DEMO / "target", ["ministral3", "gemma3_text", "qwen3_moe"]
 TEXT = "I'd like 2 tables for 1234 people at 7:30pm,\n\nplease — crème brûlée too!  😀 <|end|>"
 
 
@@ -37,17 +38,21 @@ def demo(tmp_path) -> Path:
     return write_gguf(tmp_path / "demo.gguf", TARGET)
 
 
-def assert_same_params(one: object, two: object) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), one, two)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", *OTHERS])
 def test_families_load_as_from_their_folders(saved, tmp_path, family):
+    """llama.cpp stores Mistral as a Llama without windows, and Gemma's norms with the added 1."""
     folder = saved / family / "target"
     target = load_target(write_gguf(tmp_path / "x.gguf", folder), "float32")
-    same = load_target(folder, "float32")
-    assert target.config == same.config
-    assert_same_params(target.params, same.params)
+    same, config = load_target(folder, "float32"), target.config
+    if family == "mistral":
+        config = dataclasses.replace(config, family=family, sliding_windows=(6,) * 5)
+    if family == "gemma3_text":  # a scale that llama.cpp derives
+        block = dataclasses.replace(config.block, query_pre_attn_scalar=24)
+        config = dataclasses.replace(config, block=block)
+    assert config == same.config
+    norms = 1e-6 if family == "gemma3_text" else 0
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=norms)
+    jax.tree.map(close, target.params, same.params)
 
 
 def test_rope_scaling_is_read_back(tmp_path):
@@ -55,7 +60,8 @@ def test_rope_scaling_is_read_back(tmp_path):
     save_random_pair(tmp_path, "llama", 0, **sizes)
     folder, factors = tmp_path / "target", {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     llama3 = {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192}
-    for scaling in (llama3 | factors, {"rope_type": "linear", "factor": 4.0}):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    for scaling in (llama3 | factors, {"rope_type": "linear", "factor": 4.0}, yarn):
         edit_json(folder / "config.json", rope_parameters=scaling | {"rope_theta": 500000.0})
         found = describe_target(write_gguf(tmp_path / "x.gguf", folder)).config
         assert found == describe_target(folder).config and found.block.rope_scaling is not None
@@ -73,8 +79,7 @@ KINDS = [Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0]
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_quantized_tensors_are_those_of_the_package(tmp_path, kind):
-    path = write_gguf(tmp_path / "x.gguf", TARGET, kind)
-    reader = model_folder.open_tensors(folder_of(path))
+    reader = model_folder.open_tensors(folder_of(write_gguf(tmp_path / "x.gguf", TARGET, kind)))
     original = model_folder.open_tensors(TARGET)
     for name in ("model.layers.3.mlp.down_proj.weight", "model.layers.11.self_attn.q_proj.weight"):
         values = np.array(original.read(name), np.float32)
@@ -105,15 +110,6 @@ def test_k_quants_are_read(tmp_path, monkeypatch, kind):
     np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.slow
-def test_programs_take_a_gguf(demo, tmp_path, capsys):
-    flags = ["--prompt", "Hello", "--max-new-tokens", "12", "--json", "--mode", "chain"]
-    generate.main(flags)
-    wanted = json.loads(capsys.readouterr().out)["results"][0]["token_ids"]
-    generate.main([*flags, "--target", str(demo), "--draft", str(DEMO / "draft")])
-    assert json.loads(capsys.readouterr().out)["results"][0]["token_ids"] == wanted
-
-
 def test_convert_writes_a_folder(demo, tmp_path):
     convert.main(["--target", str(demo), "--output", str(tmp_path / "hf")])
     target = load_target(TARGET, "float32")
@@ -141,11 +137,10 @@ def test_files_that_are_not_gguf(demo, tmp_path):
     (tmp_path / "other.gguf").write_bytes(content)
     assert "2 GGUF files (demo.gguf, other.gguf)" in refusal(load_target, tmp_path)
     assert "no such file" in refusal(load_target, tmp_path / "y.gguf")
-    for share in (0.0, 0.0002, 0.01, 0.999):
-        demo.write_bytes(content[: int(len(content) * share)])
+    cut = [content[: int(len(content) * share)] for share in (0.0, 0.0002, 0.01, 0.999)]
+    for damaged in (*cut, b"PK\x03\x04" * 100):
+        demo.write_bytes(damaged)
         assert "cannot read" in refusal(load_target, demo)
-    demo.write_bytes(b"PK\x03\x04" * 100)
-    assert "cannot read" in refusal(load_target, demo)
     unknown = bytearray(content)
     place = content.index(name) + len(name) + 4 + 2 * 8  # after the number of sizes, and both sizes
     unknown[place : place + 4] = (250).to_bytes(4, "little")
@@ -157,7 +152,9 @@ BAD: list[tuple[dict, str]] = [
     ({"general__architecture": "mamba"}, "'mamba' is not supported"),
     ({"split__count": 3}, "one of 3 parts"),
     ({"llama__expert_count": 8}, "llama.expert_count is 8"),
-    ({"llama__rope__scaling__type": "yarn"}, "rope scaling 'yarn'"),
+    ({"llama__rope__scaling__type": "longrope"}, "rope scaling 'longrope'"),
+    ({"llama__rope__scaling__type": "yarn"}, "original_context_length is missing"),
+    ({"llama__rope__scaling__yarn_attn_factor": 0.5}, "yarn_attn_factor is 0.5"),
     ({"llama__rope__dimension_count": 32}, "rope.dimension_count is 32"),
     ({"llama__embedding_length": None}, "llama.embedding_length is missing"),
     ({"tokenizer__ggml__merges": None}, "tokenizer.ggml.merges is missing"),
@@ -170,8 +167,7 @@ BAD: list[tuple[dict, str]] = [
 
 @pytest.mark.parametrize("keys, line", BAD, ids=str)
 def test_metadata_that_are_refused(tmp_path, keys, line):
-    path = write_gguf(tmp_path / "x.gguf", TARGET, **keys)
-    said = refusal(load_target, path)
+    said = refusal(load_target, write_gguf(tmp_path / "x.gguf", TARGET, **keys))
     assert line in said and "x.gguf" in said
 
 
@@ -188,17 +184,11 @@ def sentencepiece_keys(texts: list[str]) -> dict:
     found = json.loads(trained.to_str())["model"]["vocab"]
     pieces = sorted(found, key=found.__getitem__)
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    return {
-        "tokenizer__ggml__model": "llama",
-        "tokenizer__ggml__pre": None,
-        "tokenizer__ggml__merges": None,
-        "tokenizer__ggml__tokens": tokens,
-        "tokenizer__ggml__scores": [0.0] * 259 + [-float(rank) for rank in range(len(pieces))],
-        "tokenizer__ggml__token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces),
-        "tokenizer__ggml__bos_token_id": 1,
-        "tokenizer__ggml__eos_token_id": 2,
-        "tokenizer__ggml__padding_token_id": None,
-    }
+    keys = {"model": "llama", "tokens": tokens, "bos_token_id": 1, "eos_token_id": 2}
+    keys |= dict.fromkeys(("pre", "merges", "padding_token_id"))
+    keys["scores"] = [0.0] * 259 + [-float(rank) for rank in range(len(pieces))]
+    keys["token_type"] = [2, 3, 3] + [6] * 256 + [1] * len(pieces)
+    return {f"tokenizer__ggml__{key}": value for key, value in keys.items()}
 
 
 @pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "smollm", "gpt-2", "sentencepiece"])
@@ -206,16 +196,14 @@ def test_ids_are_those_of_transformers(tmp_path, data, kind):
     from transformers import AutoTokenizer
 
     lines = (data / "chat" / "validation.jsonl").read_text(encoding="utf-8").splitlines()[:200]
-    keys = {"tokenizer__ggml__pre": kind}
-    if kind == "sentencepiece":
-        keys = sentencepiece_keys(lines)
-    path = write_gguf(tmp_path / "x.gguf", TARGET, **keys)
-    ours = load_tokenizer(folder_of(path))
+    is_bpe = kind != "sentencepiece"
+    keys = {"tokenizer__ggml__pre": kind} if is_bpe else sentencepiece_keys(lines)
+    ours = load_tokenizer(folder_of(write_gguf(tmp_path / "x.gguf", TARGET, **keys)))
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="x.gguf")
     for text in [TEXT, "Two  spaces", "tabs\tand\n\n\nlines", "𝔘𝔫𝔦 ÄÖÜ ﬁ", *lines]:
         # Without a key in the file, readers disagree on the first token of Llama 3.
-        ids = ours(text, add_special_tokens=kind == "sentencepiece")["input_ids"]
-        assert ids == theirs(text, add_special_tokens=kind == "sentencepiece")["input_ids"], text
+        ids = ours(text, add_special_tokens=not is_bpe)["input_ids"]
+        assert ids == theirs(text, add_special_tokens=not is_bpe)["input_ids"], text
         assert ours.decode(ids) == theirs.decode(ids)
 
 
@@ -235,17 +223,13 @@ def test_qwen_composes_letters(tmp_path):
     """The tokenizer.json files of these models compose letters, too."""
     for pre, composes in (("qwen2", True), ("gpt-2", False)):
         path = write_gguf(tmp_path / f"{pre}.gguf", TARGET, tokenizer__ggml__pre=pre)
-        tokenizer = load_tokenizer(folder_of(path))
-        composed, apart = tokenizer("caf\u00e9"), tokenizer("cafe\u0301")
-        assert (apart["input_ids"] == composed["input_ids"]) == composes
+        ids_of = load_tokenizer(folder_of(path))
+        assert (ids_of("caf\u00e9").input_ids == ids_of("cafe\u0301").input_ids) == composes
 
 
 def test_text_begins_as_llama_cpp_begins_it(tmp_path):
-    for pre, keys, begins in (
-        ("llama-bpe", {}, True),
-        ("llama-bpe", {"tokenizer__ggml__add_bos_token": False}, False),
-        ("qwen2", {}, False),
-    ):
+    off = {"tokenizer__ggml__add_bos_token": False}
+    for pre, keys, begins in (("llama-bpe", {}, 1), ("llama-bpe", off, 0), ("qwen2", {}, 0)):
         path = write_gguf(tmp_path / "x.gguf", TARGET, tokenizer__ggml__pre=pre, **keys)
         tokenizer = load_tokenizer(folder_of(path))
         ids = tokenizer("Hi")["input_ids"]
@@ -258,7 +242,8 @@ def test_a_cache_that_cannot_be_written(demo, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     folder = folder_of(demo)
     assert folder_of(demo) == folder  # made once in a process
-    assert_same_params(load_target(folder).params, load_target(demo).params)
+    one, two = load_target(folder).params, load_target(demo).params
+    jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
 def test_processes_that_meet_a_file_at_once(demo):

@@ -8,36 +8,46 @@ import math
 import pytest
 import transformers
 
-from moa_jax.config import BlockConfig, MoaConfig, RopeScaling, TargetConfig
+from moa_jax.config import BlockConfig, ExpertsConfig, MoaConfig, RopeScaling, TargetConfig
 from moa_jax.drafters.moa import files
+from moa_jax.files.families import FAMILIES
 from moa_jax.files.hf_config import target_config_from_hf, target_config_to_hf
 from moa_jax.model import convert
 
-BLOCK = BlockConfig(
-    hidden_size=30,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=10,  # not 30 / 6; and memory of 40 leaves layer self-attention heads of 6
-    intermediate_size=70,
-    rms_norm_eps=1e-5,
-    rope_theta=5e5,
-    rope_scaling=None,
-)
+# Heads are not 30 / 6 wide; and memory of 40 leaves layer self-attention heads of 6.
+BLOCK = BlockConfig(30, 6, 2, 10, 70, 1e-5, 5e5, None)
+YARN = RopeScaling("yarn", 4.0, original_max_position_embeddings=16, beta_fast=8.0, truncate=False)
+YARN = dataclasses.replace(YARN, attention_factor=1.2)
+GEMMA = dict(qk_norm=True, hidden_act="gelu_pytorch_tanh", gemma_norms=True, local_rope_theta=1e3)
+GEMMA |= dict(query_pre_attn_scalar=7, rope_scaling=RopeScaling("linear", 8.0))
+EXPERTS = ExpertsConfig(9, 4, 20, norm_topk_prob=True)
 FLAGS = {
     "llama": {},
     "llama31": dict(rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64)),
     "linear": dict(rope_scaling=RopeScaling("linear", 2.0)),
+    "dynamic": dict(rope_scaling=RopeScaling("dynamic", 3.0, original_max_position_embeddings=33)),
+    "yarn": dict(rope_scaling=YARN),
+    **dict.fromkeys(("mistral", "ministral"), {}),
+    "ministral3": dict(rope_scaling=dataclasses.replace(YARN, llama_4_scaling_beta=0.1)),
+    "gemma3_text": GEMMA,
     "llama_bias": dict(qkv_bias=True, out_bias=True, mlp_bias=True),
     "qwen2": dict(qkv_bias=True),
     "qwen3": dict(qk_norm=True),
+    "qwen3_moe": dict(qk_norm=True, experts=EXPERTS),
+    "qwen3_moe_bias": dict(qk_norm=True, qkv_bias=True, out_bias=True, experts=EXPERTS),
     "qwen3_bias": dict(qk_norm=True, qkv_bias=True, out_bias=True),
+}
+WHOLE = {  # what is no field of a block
+    "mistral": dict(sliding_windows=(9, 9, 9)),
+    "ministral": dict(sliding_windows=(9, 0, 9)),
+    "gemma3_text": dict(sliding_windows=(9, 9, 0), embed_scale=30**0.5),
 }
 
 
 def config_of(name, tied=False):
-    family = name[:5] if name.startswith("qwen") else "llama"
-    block = dataclasses.replace(BLOCK, **FLAGS[name])
-    return TargetConfig(family, 50, 3, block, tie_word_embeddings=tied, max_position_embeddings=99)
+    family = name.removesuffix("_bias") if name.removesuffix("_bias") in FAMILIES else "llama"
+    block, own = dataclasses.replace(BLOCK, **FLAGS[name]), WHOLE.get(name, {})
+    return TargetConfig(family, 50, 3, block, tied, 99, **own)
 
 
 @pytest.mark.parametrize("name", FLAGS)

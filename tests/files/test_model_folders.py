@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError
 
-from moa_jax.files import model_folder
+from moa_jax.files import model_folder, pickles
 from moa_jax.pretrained import describe_target, load_drafter, load_target, save_target
 from tests.model_folders import edit_tensors, refusal
 
@@ -32,7 +32,8 @@ def test_a_hub_id_that_cannot_be_reached(monkeypatch):
 def test_hub_ids_are_fetched_without_what_is_not_read(pair, monkeypatch):
     asked = []
 
-    def fetch(name, allow_patterns):
+    def fetch(name, allow_patterns, ignore_patterns):
+        assert ignore_patterns == "consolidated*"
         asked.append(allow_patterns)
         return str(pair / "target")
 
@@ -47,6 +48,7 @@ def test_hub_ids_of_pickles_name_the_converter(pair, monkeypatch):
     (pair / "draft" / WEIGHTS).unlink()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pair / "draft")
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda _: ["pytorch_model.bin"])
+    monkeypatch.setattr(pickles, "has_torch", lambda: False)
     said = refusal(load_drafter, "some/pickles", load_target(pair / "target"))
     assert said.startswith("some/pickles holds pytorch_model.bin but no safetensors")
     assert "hf download some/pickles --local-dir FOLDER" in said

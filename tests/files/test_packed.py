@@ -55,8 +55,7 @@ def expected(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("turned_on_host", [None, 0])
 @pytest.mark.parametrize("piece_bytes", [1, 200, 1 << 22])
 @pytest.mark.parametrize(
-    "stored, dtype",
-    [("bfloat16", "bfloat16"), ("float16", "bfloat16"), ("float64", "float32")],
+    "stored, dtype", [("bfloat16", "bfloat16"), ("float16", "bfloat16"), ("float64", "float32")]
 )
 def test_pieces_make_the_arrays(stored, dtype, piece_bytes, turned_on_host, tmp_path, monkeypatch):
     monkeypatch.setattr(packed, "PIECE_BYTES", piece_bytes)

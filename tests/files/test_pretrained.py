@@ -15,27 +15,17 @@ import torch
 import transformers
 from safetensors.numpy import save_file
 
+from infer import info
 from infer.cli.flags.pair import DEMO
 from infer.info import ROOT
+from moa_jax import load_drafter, load_target, pretrained
 from moa_jax.files import client_files, model_folder
+from moa_jax.model import llama
 from moa_jax.model.quantize import quantize_params
-from moa_jax.pretrained import (
-    SpecialIds,
-    describe_target,
-    formats_of,
-    load_borrowed,
-    load_drafter,
-    load_target,
-    save_target,
-    stored_dtype,
-)
-from tests.model_folders import (
-    assert_same_tensors,
-    edit_json,
-    refusal,
-    save_random_pair,
-    tensors_of,
-)
+from moa_jax.pretrained import SpecialIds, describe_target, save_target, stored_dtype
+from tests.compare import assert_close
+from tests.model.test_target import run
+from tests.model_folders import assert_same_tensors, edit_json, refusal, tensors_of
 from tests.oracle import random_pair
 
 TARGETS = [
@@ -100,7 +90,7 @@ def test_weights_are_quantized_as_they_are_loaded(pair):
     found = load_drafter(pair / "draft", quantized, weights="int8")
     assert_same_trees(found.params, quantize_params(drafter.params, "int8"))
     borrow = lambda params: {"embed": params["embed"], "last": params["layers"][-1]}
-    shared = load_borrowed(describe_target(pair / "target"), borrow, weights="int8")
+    shared = pretrained.load_borrowed(describe_target(pair / "target"), borrow, weights="int8")
     assert_same_trees(shared, borrow(expected))
 
 
@@ -115,8 +105,46 @@ def test_formats_are_refused_where_there_are_none(pair, tmp_path):
     said = refusal(save_target, tmp_path / "new", quantized.config, quantized.params)
     assert "load them without `weights`" in said
     for capability, found in (("8.6", ["int8"]), ("8.9", ["int8", "fp8"]), ("gfx942", ["int8"])):
-        assert formats_of(SimpleNamespace(compute_capability=capability)) == found
-    assert formats_of(SimpleNamespace()) == ["int8"]
+        assert pretrained.formats_of(SimpleNamespace(compute_capability=capability)) == found
+    assert pretrained.formats_of(SimpleNamespace()) == ["int8"]
+
+
+VISION = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+VISION |= dict(image_size=16, patch_size=8)
+# Model types of wrappers and of their vision towers.
+WHOLE = dict.fromkeys(("mistral", "ministral3"), ("mistral3", "pixtral"))
+WHOLE["gemma3_text"] = ("gemma3", "siglip_vision_model")
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_the_text_model_beside_a_vision_tower_is_read(family, tmp_path):
+    """Names are those of published files, then those of transformers 5 in memory.
+
+    The head of `ministral3` is tied by the outer key alone.
+    """
+    text, model = random_pair.random_target(family, 3)
+    wrapper, tower = WHOLE[family]
+    keys = {"text_config": text.to_dict(), "vision_config": VISION | {"model_type": tower}}
+    keys["tie_word_embeddings"] = family != "mistral"
+    config = transformers.AutoConfig.for_model(wrapper, **keys)
+    whole = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    whole.model.language_model.load_state_dict(model.model.state_dict())
+    if family == "mistral":
+        whole.lm_head.load_state_dict(model.lm_head.state_dict())
+    whole.eval().save_pretrained(tmp_path)
+    tokens = torch.arange(3, 23)[None]
+    expected = whole(tokens).logits.detach()
+    target = load_target(tmp_path, "float32")
+    hidden_BTD = run(target, jnp.asarray(tokens.numpy())).hidden_BTD
+    assert_close(llama.unembed(target.params, hidden_BTD), expected.numpy(), "logits")
+    assert "vision_config: only the text model is read" in target.notices[0]
+    pretrained._check_verifier({"target": {"architectures": config.architectures}}, target)
+    other = ("language_model.model", "model.language_model")
+    tensors = {name.replace(*other): x for name, x in tensors_of(tmp_path).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_same_trees(load_target(tmp_path, "float32").params, target.params)
+    line = info._model_line(info._model(tmp_path))
+    assert f"hidden_size {text.hidden_size}" in line and "vision_config not read" in line
 
 
 # ---- files --------------------------------------------------------------------------------
@@ -164,21 +192,18 @@ import re, sys
 import jax.numpy as jnp
 from moa_jax.files import tensor_reader
 from moa_jax.pretrained import load_target
-
 def anonymous():  # bytes of this process that are not pages of a mapped file
     status = open("/proc/self/status").read()
     return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", status)[1])
-
 read, seen = tensor_reader.TensorReader.read, []
 def watched(self, name):
     tensor = read(self, name)
     seen.append(anonymous())
     return tensor
-
 jnp.zeros(1).block_until_ready()  # starts the backend
 tensor_reader.TensorReader.read = watched
 before = anonymous()
-target = load_target(sys.argv[1], "float32", layers=sys.argv[2])
+target = load_target(sys.argv[1], "float32", layers="stacked")
 seen.append(anonymous())
 print(max(seen) - before)
 """
@@ -186,12 +211,12 @@ print(max(seen) - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("layers", ["list", "stacked"])
-def test_the_host_never_holds_a_model_twice(tmp_path, layers):
+def test_the_host_never_holds_a_model_twice(tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
-    save_random_pair(tmp_path, "llama", 0, vocab_size=4096, **sizes, **heads)
-    model = (tmp_path / "target" / "model.safetensors").stat().st_size
-    command = [sys.executable, "-c", PEAK, str(tmp_path / "target"), layers]
+    _, whole = random_pair.random_target("llama", 0, vocab_size=4096, **sizes, **heads)
+    whole.save_pretrained(tmp_path)
+    model = (tmp_path / "model.safetensors").stat().st_size
+    command = [sys.executable, "-c", PEAK, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     assert 0.8 * model < int(done.stdout) < 1.5 * model

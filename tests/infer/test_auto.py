@@ -10,6 +10,7 @@ import pytest
 from infer.cli.flags import auto, pair
 from moa_jax.config import DraftShape
 from moa_jax.decode.session import Session
+from moa_jax.model.kernels import cpu
 from moa_jax.speculation.calibrate import TURNS
 from moa_jax.speculation.controller import NO_DRAFT
 from tests.decode.test_chunks import drafter, target
@@ -80,7 +81,7 @@ def test_costs_are_measured_once(tmp_path, monkeypatch, capsys, timed):
     assert timed[2 * calls :] == [1] * calls
 
 
-def test_other_models_weights_and_cores_have_costs_of_their_own(tmp_path, monkeypatch):
+def test_other_models_weights_cores_and_code_have_costs_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "folder", lambda: tmp_path)
     keys = {
         auto.costs_of(target(), drafter("moa-0"), None, None).key,
@@ -88,9 +89,13 @@ def test_other_models_weights_and_cores_have_costs_of_their_own(tmp_path, monkey
         auto.costs_of(target(), drafter("moa-0"), None, "int8").key,
         auto.costs_of(target(), drafter("moa-0"), SimpleNamespace(ids_U=[1, 2]), None).key,
     }
+    with cpu.laid_out_for(cpu.MANY_ROWS):
+        keys.add(auto.costs_of(target(), drafter("moa-0"), None, None).key)
     monkeypatch.setattr(auto, "_num_cores", lambda: 99)
     keys.add(auto.costs_of(target(), drafter("moa-0"), None, None).key)
-    assert len(keys) == 5
+    monkeypatch.setattr(Path, "read_bytes", lambda file: b"changed code")
+    keys.add(auto.costs_of(target(), drafter("moa-0"), None, None).key)
+    assert len(keys) == 7
 
 
 def test_without_a_compile_cache_costs_stay_in_memory(monkeypatch):

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import string
+import sys
 from pathlib import Path
 
 import jax
@@ -19,11 +20,12 @@ from infer.bench.flags import TREE, check, modes_of, parser_of
 from infer.bench.statistics import Run
 from infer.info import ROOT
 from moa_jax import InputError, Result, load_drafter, load_target
-from moa_jax.config import BlockConfig, MoaConfig, TargetConfig
+from moa_jax.config import BlockConfig, Eagle3Config, MoaConfig, TargetConfig
 from moa_jax.pretrained import save_drafter, save_target
+from tests.model_folders import refusal
 
 BLOCK = BlockConfig(16, 2, 1, 8, 24, 1e-5, 10000.0, None)
-TARGET = TargetConfig("llama", 64, 2, BLOCK, False, 256)
+TARGET = TargetConfig("llama", 64, 3, BLOCK, False, 256)
 DRAFT = MoaConfig(1, 24, 1, 24, 1, 16)
 
 
@@ -159,6 +161,7 @@ def test_random_weights_of_a_config(tmp_path, capsys, hasty):
         bench.main([*flags, "--modes", "plain,chain"])
 
 
+@pytest.mark.slow
 def test_simulated_acceptance_is_labelled(stored, capsys, hasty):
     flags = ["--modes", "chain", "--chain-depth", "4", "--simulate-acceptance", "1"]
     bench.main([*stored, *flags, "--max-new-tokens", "13", "--repeats", "1", "--no-phases"])
@@ -168,13 +171,15 @@ def test_simulated_acceptance_is_labelled(stored, capsys, hasty):
 
 
 @pytest.mark.slow
-def test_simulated_chains_have_the_tau_of_their_probability(stored, capsys, hasty):
-    p = 0.6
-    flags = ["--modes", "chain", "--chain-depth", "4", "--simulate-acceptance", str(p), "--json"]
-    bench.main([*stored, *flags, "--max-new-tokens", "240", "--repeats", "1", "--no-phases"])
-    (chain,) = json.loads(capsys.readouterr().out)["modes"]
-    assert chain["tau"] == pytest.approx(1 + p + p**2 + p**3, abs=0.15)
-    assert chain["acceptance_conditional"] == pytest.approx([p] * 3, abs=0.1)
+def test_the_cost_of_eight_bits_is_measured_on_answers(talkative, tmp_path, capsys, hasty):
+    talk = [{"role": role, "content": "12345"} for role in ("user", "assistant")]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    flags = "--target target --modes plain --weights int8 --weights-cost chats.jsonl --limit 1"
+    flags += " --prompts chats.jsonl --max-new-tokens 9 --repeats 1 --no-phases --json"
+    places = {"target": talkative / "target", "chats.jsonl": tmp_path / "chats.jsonl"}
+    bench.main([str(places.get(word, word)) for word in flags.split()])
+    cost = json.loads(capsys.readouterr().out)["weights_cost"]
+    assert cost["tokens"] > 2 and 0 < cost["mean_kl"] < 0.1
 
 
 def test_modes_of_flags():
@@ -213,3 +218,33 @@ def test_transformers_writes_the_same(stored, capsys, hasty):
     peers = json.loads(capsys.readouterr().out)["peers"]
     assert [peer["same_as_plain"] for peer in peers] == [3, 3]
     assert peers[0]["tau"] == 1.0 and peers[1]["tau"] > 1.0
+
+
+VLLM = """
+import json, pathlib, sys
+task = json.load(sys.stdin)
+draft = task["draft"] and pathlib.Path(task["draft"], "config.json").read_text()
+run = {"token_ids": [1] * 9, "tokens": 8, "seconds": 1.0, "passes": 4 if draft else 8}
+peer = {"peer": draft and json.loads(draft)["speculators_model_type"], "runs": []}
+peer["runs"] = [{"batch": index} | run for index in range(len(task["prompts"]))]
+peer["acceptance_unconditional"] = [0.5] * task["num_speculative_tokens"]
+print(json.dumps({"versions": {}, "device": "cpu", "threads": 2, "peers": [peer]}))
+"""
+
+
+@pytest.mark.slow
+def test_another_python_runs_vllm_plain_and_with_our_drafter(stored, tmp_path, capsys, hasty):
+    fake = tmp_path / "python"
+    fake.write_text(f"#!{sys.executable}{VLLM}")
+    fake.chmod(0o755)
+    flags = ["--modes", "plain,chain", "--chain-depth", "3", "--repeats", "1", "--no-phases"]
+    flags += ["--max-new-tokens", "9", "--compare", "vllm", "--peer-python", str(fake), "--json"]
+    assert "by EAGLE-3 only, not by moa; add --modes" in refusal(bench.main, [*stored, *flags])
+    target, config = load_target(stored[1]), Eagle3Config(1, 24, tapped_layers=(0, 1, 2))
+    drafter = random_pair.random_drafter("eagle3", config, target, jnp.float32)
+    save_drafter(tmp_path / "d", "eagle3", config, drafter.params, target)
+    bench.main([*stored, "--draft", str(tmp_path / "d"), *flags])
+    plain, chain = json.loads(capsys.readouterr().out)["peers"]
+    assert (plain["peer"], plain["tau"], plain["acceptance_unconditional"]) == (None, 1.0, None)
+    assert (chain["peer"], chain["tau"], chain["same_as_first_peer"]) == ("eagle3", 2.0, 3)
+    assert chain["acceptance_unconditional"] == [0.5, 0.5]

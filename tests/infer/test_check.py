@@ -24,9 +24,7 @@ PROMPTS = [[5, 6, 7], [60, 3]]  # no other prompt and no answer contains the tok
 LOOSE = (  # flags under which no figure is a fault
     "--max-kl 99 --max-mean-kl 99 --max-logit-difference 99 --min-top1 0.01 --min-top5 0.01"
 ).split()
-FIGURES = {
-    *("tokens", "mean_kl", "worst_kl", "agreement", "top5_agreement", "logit_difference"),
-}
+FIGURES = {*("tokens", "mean_kl", "worst_kl", "agreement", "top5_agreement", "logit_difference")}
 
 
 @pytest.fixture
@@ -90,6 +88,7 @@ def test_a_target_equals_its_own_golden_file(ask, folder):
     assert "lower bound" in out and "moa-jax" in out.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_one_changed_row_fails_the_prompt_that_reads_it(ask, folder, lines):
     """Only prompt 2 contains the token whose embedding is changed."""
     read = [json.loads(line) for line in lines[1:]]
@@ -186,20 +185,20 @@ def test_a_golden_file_of_another_vocabulary_is_refused(folder, tmp_path):
     assert "vocabulary is 000000000000 in the file" in said
 
 
-@pytest.mark.parametrize(
-    ("damage", "fault"),
-    [
-        (lambda lines: "".join(lines)[:-200], "line 3"),
-        (lambda lines: "".join(lines[:2]), "holds 1 of 2 prompts"),
-        (lambda lines: "".join(lines[1:]), "is not a golden file"),
-        (lambda lines: "".join(lines).replace('"version": 1', '"version": 2'), "format version 2"),
-        (lambda lines: "".join(lines).replace("[60, 3]", "[60, 101]"), "line 3 is not a prompt"),
-        (lambda lines: "".join(lines).replace('"logits"', '"other"'), "line 2 is not a prompt"),
-        (lambda lines: "".join(lines).replace('"target": {', '"other": {'), "first line"),
-    ],
-)
-def test_a_damaged_golden_file_is_refused(ask, folder, tmp_path, lines, damage, fault):
+DAMAGE = {
+    "line 3": lambda lines: "".join(lines)[:-200],
+    "holds 1 of 2 prompts": lambda lines: "".join(lines[:2]),
+    "is not a golden file": lambda lines: "".join(lines[1:]),
+    "format version 2": lambda lines: "".join(lines).replace('"version": 1', '"version": 2'),
+    "line 3 is not a prompt": lambda lines: "".join(lines).replace("[60, 3]", "[60, 101]"),
+    "line 2 is not a prompt": lambda lines: "".join(lines).replace('"logits"', '"other"'),
+    "first line": lambda lines: "".join(lines).replace('"target": {', '"other": {'),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGE)
+def test_a_damaged_golden_file_is_refused(ask, folder, tmp_path, lines, fault):
     path = tmp_path / "golden.jsonl"
-    path.write_text(damage(lines))
+    path.write_text(DAMAGE[fault](lines))
     done = ask("--target", folder / "target", "--reference", path)
     assert not done.out and fault in done.refusal()

@@ -12,13 +12,9 @@ import pytest
 
 from infer import convert, evaluate, generate
 from infer.bench.candidates import describe, load_candidates
-from infer.cli.flags import auto
 from infer.cli.flags import pair as pair_flags
-from infer.cli.flags import vocabulary as vocabulary_flags
-from moa_jax import Session, load_drafter, load_target
-from moa_jax.config import DraftShape
+from moa_jax import Session
 from moa_jax.data.tokenizer import train_tokenizer
-from moa_jax.decode import draft_vocabulary
 from moa_jax.decode.draft_vocabulary import FILE, save_vocabulary, vocabulary_of
 from moa_jax.files import client_files
 from moa_jax.files.model_folder import file_hash
@@ -54,12 +50,6 @@ def folder(stored, tmp_path) -> Path:
     return Path(shutil.copytree(stored, tmp_path / "pair"))
 
 
-@pytest.fixture
-def large(monkeypatch) -> None:
-    """Lowers the limit, so that the target counts as one with many tokens."""
-    monkeypatch.setattr(draft_vocabulary, "MANY_TOKENS", 299)
-
-
 def named(folder: Path) -> list[str]:
     return ["--target", f"{folder}/target", "--draft", f"{folder}/draft"]
 
@@ -87,32 +77,11 @@ class CaughtSession(Exception):
 # ---- drafting with the vocabulary ---------------------------------------------------------
 
 
-def test_a_small_target_drafts_from_it_on_request(stored, opened):
+def test_the_flag_overrides_the_default(stored, folder, opened, tmp_path):
+    """Without a drafter or a file, nothing is printed."""
     session, err = opened(*named(stored))
-    assert session.weights.vocabulary is None and "drafts from" not in err
-    session, err = opened(*named(stored), "--draft-vocabulary", f"{stored}/draft")
-    assert session.weights.vocabulary.ids_U.tolist() == IDS.tolist() and "drafts from" not in err
-    assert session.vocabulary.file == stored / "draft" / FILE
-
-
-@pytest.mark.parametrize("narrow_ms, is_used", [(0.9, True), (0.97, False), (None, False)])
-def test_a_small_target_drafts_from_it_if_that_is_cheaper(
-    stored, monkeypatch, tmp_path, narrow_ms, is_used
-):
-    monkeypatch.setattr(auto, "folder", lambda: tmp_path / "costs")
-    target = load_target(stored / "target")
-    drafter = load_drafter(stored / "draft", target)
-    beside = draft_vocabulary.vocabulary_beside(target, drafter)
-    for each, ms in ((beside, narrow_ms), (None, 1.0)):
-        costs = auto.costs_of(target, drafter, each, None)
-        if ms is not None:
-            costs.put(1, DraftShape(5), auto.LENGTH, ms)
-            auto.save_costs(auto.folder(), costs)
-    assert (vocabulary_flags.default_of(target, drafter, None) is not None) == is_used
-
-
-@pytest.mark.usefixtures("large")
-def test_the_flag_overrides_the_default(stored, opened, tmp_path):
+    assert session.weights.vocabulary.ids_U.tolist() == IDS.tolist()
+    assert session.vocabulary.file == stored / "draft" / FILE and "drafts from 150 of" in err
     session, err = opened(*named(stored), "--draft-vocabulary", "none")
     assert session.weights.vocabulary is None and "drafts from" not in err
     target = describe_target(stored / "target")
@@ -120,18 +89,12 @@ def test_the_flag_overrides_the_default(stored, opened, tmp_path):
     session, err = opened(*named(stored), "--draft-vocabulary", str(other))
     assert session.weights.vocabulary.head_DU.shape == (60, 9) and "drafts from" not in err
     assert session.vocabulary.file == other
-
-
-@pytest.mark.usefixtures("large")
-def test_without_a_draft_or_a_file_nothing_is_printed(folder, opened):
-    session, err = opened(*named(folder), "--mode", "plain")
-    assert session.vocabulary is None and "drafts from" not in err
     (folder / "draft" / FILE).unlink()
-    session, err = opened(*named(folder))
-    assert session.vocabulary is None and "drafts from" not in err
+    for where, *flags in ((stored, "--mode", "plain"), (folder,)):
+        session, err = opened(*named(where), *flags)
+        assert session.vocabulary is None and "drafts from" not in err
 
 
-@pytest.mark.usefixtures("large")
 def test_evaluation_gives_each_drafter_its_own(stored, tmp_path, capsys):
     without = tmp_path / "without"
     shutil.copytree(stored / "draft", without, ignore=lambda *_: [FILE])
@@ -153,7 +116,7 @@ def test_evaluation_gives_each_drafter_its_own(stored, tmp_path, capsys):
 
 
 def test_converting_keeps_it_in_our_layout(folder, capsys):
-    for layout, is_kept in (("ours", True), ("speculators", False)):
+    for layout, is_kept in (("ours", True), ("authors", False)):
         file = folder / layout / FILE
         flags = ["--target-layer-inference", "0", "--to", layout, "--output", str(file.parent)]
         convert.main([*named(folder), *flags])

@@ -75,11 +75,8 @@ def test_a_second_turn_follows_our_answer(folder, finished):
     choice = lines(finished / "talk" / "plain.jsonl")[0]["choices"][0]
     said = tokenizer.decode(choice["token_ids"][0], skip_special_tokens=True).strip()
     messages = [("user", DIGITS), ("assistant", said), ("user", "1")]
-    text = tokenizer.apply_chat_template(
-        [{"role": role, "content": content} for role, content in messages],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
+    talk = [{"role": role, "content": content} for role, content in messages]
+    text = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
     assert choice["turns"][0] == said
     assert choice["prompt_tokens"][1] == len(tokenizer(text, add_special_tokens=False).input_ids)
 
@@ -113,21 +110,6 @@ def test_a_changed_answer_is_noticed(folder, tmp_path, monkeypatch, capsys):
     assert "1 answers DIFFER" in (tmp_path / "run" / "report.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("a=b,method=moa,n=3", ("a", "b", {"method": "moa", "target_layer_inference": 3})),
-        ("b,n=0", (None, "b", {"target_layer_inference": 0})),
-        ("a=kept,n=1", ("a", "kept,n=1", {})),
-        ("who/model", (None, "who/model", {})),
-    ],
-)
-def test_options_of_a_drafter_follow_its_folder(text, parts, tmp_path, monkeypatch):
-    (tmp_path / "kept,n=1").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert candidates.given_of(text) == parts
-
-
 def loaded(*flags: str) -> dict[str, Candidate]:
     _, found = candidates.load_candidates(evaluate._parser().parse_args(flags))
     return {candidate.name: candidate for candidate in found}
@@ -139,7 +121,6 @@ def test_each_drafter_has_options_of_its_own(folder, tmp_path):
     plain = save_drafter(tmp_path / "silent", *given, layout="authors")
     where = ["--target", f"{folder}/target", "--draft", f"a={folder}/draft"]
     found = loaded(*where, "--draft", f"b={plain},n=2", "--draft", f"c={plain},method=moa")
-    reused = {
-        name: c.drafter.config.target_layer_inference for name, c in found.items() if c.drafter
-    }
+    configs = {name: each.drafter.config for name, each in found.items() if each.drafter}
+    reused = {name: config.target_layer_inference for name, config in configs.items()}
     assert reused == {"a-chain": 0, "b-chain": 2, "c-chain": 0}

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from infer import info
+from moa_jax.files.families import FAMILIES
 
 SIZES = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 
@@ -49,3 +50,13 @@ def test_loading_is_timed_on_request(saved, capsys):
     assert loading["seconds"] * loading["bytes_per_s"] == pytest.approx(size)
     line = info.render(report).splitlines()[-1]
     assert line.split()[0] == "loading" and line.endswith("GB/s")
+
+
+def test_families_are_those_that_load(run):
+    found = json.loads(run("infer.info", "--families", "--json").out)
+    assert [each["family"] for each in found["families"]] == list(FAMILIES)
+    assert {"yarn", "dynamic"} < set(found["rope_scalings"]) and "moa" in found["drafters"]
+    text = run("infer.info", "--families").out
+    assert "folders in eight bits: fp8, compressed-tensors pack-quantized, " in text
+    gemma3 = "gemma3_text | gemma3_text, gemma3 | transformers Gemma3ForCausalLM | gemma3 | yes |"
+    assert gemma3 in text and len(text.splitlines()) == len(FAMILIES) + 7

@@ -10,16 +10,10 @@ from infer.bench.suites import Question
 from moa_jax import Result
 
 CHAIN = "moa-chain"
-SETTINGS = {
-    "target": {"name": "toy"},
-    "dtype": "float32",
-    "device": "cpu",
-    "models": {
-        "plain": {"mode": "plain", "levels": 1},
-        CHAIN: {"mode": "chain", "levels": 3},
-    },
-    "answers": {"temperature": 0.0, "max_new_tokens": 512},
-}
+SETTINGS: dict = {"target": {"name": "toy"}, "dtype": "float32", "device": "cpu"}
+LEVELS = {"plain": 1, CHAIN: 3}
+SETTINGS["models"] = {name: {"mode": name[-5:], "levels": count} for name, count in LEVELS.items()}
+SETTINGS["answers"] = {"temperature": 0.0, "max_new_tokens": 512}
 
 
 def turn(accept_lengths: list[int], prefill_s: float, decode_s: float, drafts: int) -> Result:

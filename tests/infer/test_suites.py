@@ -22,9 +22,7 @@ def test_the_demo_needs_no_data(monkeypatch, tmp_path):
     monkeypatch.setenv("MOA_DATA", str(tmp_path / "none"))
     questions = suites.load_suite("demo")
     assert len(questions) <= 12
-    assert tuple(dict.fromkeys(q.set for q in questions)) == tuple(
-        f"demo-{name}" for name in suites.PAPER
-    )
+    assert [*dict.fromkeys(q.set for q in questions)] == [f"demo-{name}" for name in suites.PAPER]
     assert all(q.group == q.set for q in questions)
     assert any(len(q.turns) == 2 for q in questions)
 
@@ -69,19 +67,19 @@ def test_a_file_is_a_set_of_its_own_name(tmp_path):
     assert suites.digest(both[:1]) != suites.digest(both[1:])
 
 
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ("{'question_id'\n", " is not JSON"),
-        ("[]\n", " is not a JSON object"),
-        ({"turns": ["Hi"]}, ": no `question_id`"),
-        ({"question_id": 2, "turns": []}, ": a question without turns"),
-        ({"question_id": 2, "turns": ["Hi", " "]}, ": a turn is empty"),
-        (GOOD, ": question_id 1 is there twice"),
-    ],
-)
-def test_a_line_that_is_no_question_is_named(tmp_path, line, fault):
-    file = write(tmp_path / "a.jsonl", GOOD, "\n", line)
+INVALID = {
+    " is not JSON": "{'question_id'\n",
+    " is not a JSON object": "[]\n",
+    ": no `question_id`": {"turns": ["Hi"]},
+    ": a question without turns": {"question_id": 2, "turns": []},
+    ": a turn is empty": {"question_id": 2, "turns": ["Hi", " "]},
+    ": question_id 1 is there twice": GOOD,
+}
+
+
+@pytest.mark.parametrize("fault", INVALID)
+def test_a_line_that_is_no_question_is_named(tmp_path, fault):
+    file = write(tmp_path / "a.jsonl", GOOD, "\n", INVALID[fault])
     assert f"{file} line 3{fault}" in refusal(suites.load_suite, str(file))
 
 
@@ -101,12 +99,9 @@ def test_public_data_is_converted_to_questions(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     questions = suites.load_suite("hub:openai/gsm8k:main/test,hub:cnn_dailymail:3.0.0/test", 2)
     assert asked == [("openai/gsm8k", "main", "test"), ("cnn_dailymail", "3.0.0", "test")]
-    assert [(q.set, q.id, *q.turns) for q in questions] == [
-        ("gsm8k", 1, "Two and two?"),
-        ("gsm8k", 2, "Two and two?"),
-        ("cnn_dailymail", 1, "Summarize: A cat was found."),
-        ("cnn_dailymail", 2, "Summarize: A cat was found."),
-    ]
+    texts = {"gsm8k": "Two and two?", "cnn_dailymail": "Summarize: A cat was found."}
+    wanted = [(name, number, text) for name, text in texts.items() for number in (1, 2)]
+    assert [(q.set, q.id, *q.turns) for q in questions] == wanted
 
 
 def test_public_data_of_tensorflow_datasets(monkeypatch):

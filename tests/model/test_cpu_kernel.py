@@ -14,6 +14,13 @@ from tests.compare import assert_close
 KERNEL = np.random.default_rng(0).standard_normal((96, 3, 4, 16), np.float32)
 
 
+@pytest.mark.parametrize("simd, width", [({}, 16), ({"baseline": ["X86_V4"]}, 32)])
+def test_panels_are_two_vector_registers_wide(simd, width, monkeypatch):
+    """NumPy leaves out empty lists of features."""
+    monkeypatch.setattr(np, "show_config", lambda mode: {"SIMD Extensions": simd} if simd else {})
+    assert cpu.width.__wrapped__() == width
+
+
 @pytest.mark.parametrize("rows", [(1, 1), (2, 1), (2, 5), (3,)])
 def test_products_equal_those_with_the_matrix(rows):
     x = np.random.default_rng(1).standard_normal((*rows, 96), np.float32)
@@ -34,8 +41,9 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(rows):
 
 
 def test_a_matrix_is_restored_from_its_panels():
-    kernel = cpu.cut(jnp.asarray(KERNEL))
-    np.testing.assert_array_equal(kernel.whole(), KERNEL)
+    np.testing.assert_array_equal(cpu.cut(jnp.asarray(KERNEL)).whole(), KERNEL)
+    with cpu.laid_out_for(cpu.MANY_ROWS):
+        assert not isinstance(cpu.cut(jnp.asarray(KERNEL)), Panels)
     matrix = cpu.cut(jnp.asarray(KERNEL.reshape(96, -1)))
     ids = np.array([5, 0, 190])
     np.testing.assert_array_equal(quantize.columns(matrix, ids), KERNEL.reshape(96, -1)[:, ids])
@@ -47,7 +55,7 @@ def test_each_product_is_one_library_call(rows):
 
     A single row is padded to two rows, because XLA's library computes one row slowly.
     """
-    kernel = cpu.cut(jnp.ones((128, 128)))
+    width, kernel = cpu.width(), cpu.cut(jnp.ones((128, 128)))
 
     def twice(x, kernel):
         return cpu.multiply(jnp.tanh(cpu.multiply(x, kernel)), kernel)
@@ -55,5 +63,6 @@ def test_each_product_is_one_library_call(rows):
     hlo = jax.jit(twice).lower(jnp.ones((rows, 128)), kernel).compile().as_text()
     main = parse(hlo)[ENTRY].values()
     calls = [arrays(each.shape)[0] for each in main if "__ynn_fusion" in each.attributes]
-    assert [call.dims for call in calls] == [(2, max(rows, 2), 64)] * 2  # panels are outermost
+    panels = (128 // width, max(rows, 2), width)  # they are outermost
+    assert [call.dims for call in calls] == [panels] * 2
     assert max(each.size for each in main) <= kernel.columns_PDC.nbytes

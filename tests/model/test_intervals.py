@@ -45,6 +45,7 @@ def by_definition(name: str, seed: int) -> np.ndarray:
     block_BT = position_BT // 10
     first_B1T = (begin_BT == np.arange(T))[:, None]
     fed = same_BTT & (q_T1 - k_1T >= 2) & ~first_B1T
+    latest = (same_BTT & (q_T1 - k_1T == 1), same_BTT & (q_T1 == k_1T))
     found = {
         "causal": causal_BTT,
         "bounded_memory": causal_BTT & ~after_BTT,
@@ -52,9 +53,7 @@ def by_definition(name: str, seed: int) -> np.ndarray:
         "on_policy": np.concatenate([causal_BTT & ~after_BTT, causal_BTT & after_BTT], -1),
         "earlier_blocks": causal_BTT & (block_BT[:, None, :] < block_BT[:, :, None]),
         "fed_back_0": (same_BTT & (k_1T <= q_T1) & ~first_B1T) | np.eye(T, dtype=bool),
-        "fed_back_2": np.concatenate(
-            [fed, same_BTT & (q_T1 - k_1T == 1), same_BTT & (q_T1 == k_1T)], -1
-        ),
+        "fed_back_2": np.concatenate([fed, *latest], -1),
     }
     return found[name]
 
@@ -64,16 +63,12 @@ def intervals(name: str, seed: int) -> masks.IntervalMask:
     start_BT = masks.known_until(known_BT, segment_BT)
     if name.startswith("fed_back"):
         return masks.fed_back(segment_BT, int(name[-1]))
-    given = {
-        "causal": (segment_BT,),
-        "staircase": (start_BT,),
-        "earlier_blocks": (position_BT, segment_BT, 10),
-    }
+    given = {"causal": (segment_BT,), "staircase": (start_BT,)}
+    given["earlier_blocks"] = (position_BT, segment_BT, 10)
     return getattr(masks, name)(*given.get(name, (start_BT, segment_BT)))
 
 
-MASKS = ("causal", "bounded_memory", "staircase", "on_policy")
-MASKS += ("earlier_blocks", "fed_back_0", "fed_back_2")
+MASKS = "causal bounded_memory staircase on_policy earlier_blocks fed_back_0 fed_back_2".split()
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -82,13 +77,12 @@ def test_masks_equal_their_definitions(name):
         np.testing.assert_array_equal(intervals(name, seed).mask(), by_definition(name, seed))
 
 
-def drawn(num_parts: int, dtype: jnp.dtype = jnp.float32) -> tuple[tuple[jax.Array, KV], jax.Array]:
+def drawn(num_parts: int) -> tuple[tuple[jax.Array, KV], jax.Array]:
     """Returns heads (B, K, G, T, E), keys and values of parts, and a direction of the output."""
-    K, G, E = 2, 2, 64
-    keys = jax.random.split(jax.random.key(num_parts), 4)
-    q_BKGTE = jax.random.normal(keys[0], (B, K, G, T, E), dtype)
-    rows = (jax.random.normal(key, (B, K, num_parts * T, E), dtype) for key in keys[1:3])
-    return (q_BKGTE, KV(*rows)), jax.random.normal(keys[3], (B, T, K, G, E))
+    (K, G, E), draw = (2, 2, 64), np.random.default_rng(num_parts)
+    normal = lambda *shape: jnp.asarray(draw.standard_normal(shape, np.float32))
+    rows = (normal(B, K, num_parts * T, E) for _ in range(2))
+    return (normal(B, K, G, T, E), KV(*rows)), normal(B, T, K, G, E)
 
 
 def difference(one: object, other: object) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import socket
 import time
@@ -15,7 +14,7 @@ import pytest
 from moa_jax.errors import InputError, TemporaryError
 from moa_jax.runtime import rendezvous
 from moa_jax.runtime.rendezvous import ProcessSpec, connect
-from tests.meeting import free_port
+from tests.meeting import free_port, wait_for
 
 REJECTED = "rejected a connection that did not identify itself"
 
@@ -25,9 +24,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(rendezvous, "RETRY_INTERVAL_S", 0.02)
 
 
-def lines(
-    *places: ProcessSpec, seconds: float = 20.0, meanwhile: Callable = lambda: None
-) -> list[str]:
+def lines(*places: ProcessSpec, seconds=20.0, meanwhile: Callable = lambda: None) -> list[str]:
     """Returns, for processes that connect at the same time, "met" or the error of each."""
 
     def line(place: ProcessSpec) -> str:
@@ -58,12 +55,10 @@ def test_all_processes_connect():
 
 def test_a_missing_process_is_named_in_every_error():
     first, _, third, _ = places(4)
-    line, told = lines(first, third, seconds=1.5)
-    assert line.startswith(
-        "timed out after 1.5 s: processes [1, 3] of 4 did not connect to "
-        f"{first.coordinator_address}; check their logs"
-    )
-    assert told == f"process 0: {line}"
+    line, message = lines(first, third, seconds=1.5)
+    missing = f"processes [1, 3] of 4 did not connect to {first.coordinator_address}"
+    assert line.startswith(f"timed out after 1.5 s: {missing}; check their logs")
+    assert message == f"process 0: {line}"
 
 
 def test_without_process_0_the_others_say_so():
@@ -73,17 +68,17 @@ def test_without_process_0_the_others_say_so():
     assert line.startswith(f"timed out after 0.3 s: process 0 did not answer at {where}")
 
 
-@pytest.mark.parametrize(
-    "change, line",
-    [
-        ({"process_id": 1}, "two processes have the id 1; number them from 0"),
-        ({"num_processes": 4}, "--processes: 4 for process 2, 3 for process 0"),
-    ],
-)
-def test_places_that_contradict_each_other_are_refused(change, line):
+CONTRADICTIONS = {
+    "two processes have the id 1; number them from 0": {"process_id": 1},
+    "--processes: 4 for process 2, 3 for process 0": {"num_processes": 4},
+}
+
+
+@pytest.mark.parametrize("line", CONTRADICTIONS)
+def test_places_that_contradict_each_other_are_refused(line):
     first, second, third = places(3)
-    told, found, wrong = lines(first, second, third._replace(**change))
-    assert line in told
+    message, found, wrong = lines(first, second, third._replace(**CONTRADICTIONS[line]))
+    assert line in message
     for each in (found, wrong):  # process 0 has ended if the process connects late
         assert line in each or "did not answer" in each
 
@@ -98,9 +93,7 @@ def test_foreign_connections_delay_no_process(monkeypatch, caplog):
             for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b'{"process": 0, "processes": 2}\n'):
                 open_.enter_context(called(first)).sendall(said)
             called(first).close()
-            wait = time.monotonic() + 10
-            while len(caplog.records) < 3 and time.monotonic() < wait:
-                time.sleep(0.01)
+            wait_for(lambda: len(caplog.records) >= 3)
             for each in connect(second, 10.0).values():
                 each.close()
 
@@ -115,11 +108,10 @@ def test_foreign_connections_delay_no_process(monkeypatch, caplog):
 
 def called(place: ProcessSpec) -> socket.socket:
     """Returns a connection to process 0, as soon as that process listens."""
-    for _ in itertools.count():
+    while True:
         with contextlib.suppress(ConnectionRefusedError):
             return socket.create_connection(rendezvous._host_port(place.coordinator_address))
         time.sleep(0.01)
-    raise AssertionError
 
 
 def test_a_port_that_is_taken_is_named():
@@ -127,6 +119,5 @@ def test_a_port_that_is_taken_is_named():
     port = int(first.coordinator_address.rpartition(":")[2])
     with socket.create_server(("127.0.0.1", port)):
         (line,) = lines(first)
-    assert line.startswith(
-        f"cannot open port {port} for the other processes: Address already in use"
-    )
+    fault = f"cannot open port {port} for the other processes: Address already in use"
+    assert line.startswith(fault)

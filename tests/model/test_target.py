@@ -16,20 +16,35 @@ from tests.oracle import moa as oracle
 from tests.oracle import random_pair
 
 LENGTHS = (19, 7, 13)
+YARN, WINDOWS = random_pair.YARN, {"use_sliding_window": True, "sliding_window": 5}
+LINEAR = {"rope_theta": 1e4, "rope_type": "linear", "factor": 3.0}
+DYNAMIC = LINEAR | {"rope_type": "dynamic", "factor": 19 / 8}
+MORE = {"mscale": 0.7, "mscale_all_dim": 1.4, "truncate": False, "beta_fast": 4.0, "beta_slow": 0.5}
 TARGETS = {
     "llama": ("llama", {}),
-    "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
     "llama-tied": ("llama", {"num_key_value_heads": 3, "tie_word_embeddings": True}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-odd": ("llama", {"hidden_size": 36, "intermediate_size": 23, "vocab_size": 37}),
     "llama31": ("llama31", {}),
-    "llama31-tied": ("llama31", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", {}),
     "qwen2-untied": ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": False}),
     "qwen3": ("qwen3", {}),
-    "qwen3-tied": ("qwen3", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-unscaled": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1}),
+    "mistral": ("mistral", {}),
+    "mistral-full": ("mistral", {"sliding_window": None}),
+    "ministral": ("ministral", {"layer_types": ["full_attention", *["sliding_attention"] * 2]}),
+    "ministral3": ("ministral3", {}),
+    "ministral3-windows": ("ministral3", {"sliding_window": 6}),
+    "gemma3_text": ("gemma3_text", {}),
+    "qwen2-windows": ("qwen2", WINDOWS | {"layer_types": None, "max_window_layers": 1}),
+    "qwen3-yarn": ("qwen3", {"rope_parameters": YARN}),
+    "llama-linear": ("llama", {"rope_parameters": LINEAR}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN | MORE}),
+    # transformers' frequencies are those of the longest row, here of all 19 positions.
+    "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 8}),
 }
-FAMILIES = ("llama", "llama31", "qwen2", "qwen3")
+FAMILIES = "llama llama31 qwen2 qwen3 mistral ministral3 qwen3_moe gemma3_text".split()
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +73,7 @@ def run(loaded, tokens_BT):
 @pytest.mark.parametrize(
     "saved, layers",
     [(name, "list") if name in FAMILIES else slow(name, "list") for name in TARGETS]
-    + [slow(name, "stacked") for name in FAMILIES],
+    + [slow(name, "stacked") for name in ("qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3_text")],
     indirect=["saved"],
 )
 def test_every_layer_equals_transformers(saved, layers):
@@ -71,10 +86,8 @@ def test_every_layer_equals_transformers(saved, layers):
         expected = seen.hidden_LBTD[index].numpy()
         assert_close(stream_BTD[real_BT], expected[real_BT], f"stream {index}")
     assert_close(found.hidden_BTD[real_BT], seen.hidden_LBTD[-1].numpy()[real_BT], "final")
-    tokens_first = (1, 3, 0, 2, 4)
-    for ours, expected in zip(
-        llama.stack_rows(found.rows), (seen.key_LBKTE, seen.value_LBKTE), strict=True
-    ):
+    tokens_first, theirs = (1, 3, 0, 2, 4), (seen.key_LBKTE, seen.value_LBKTE)
+    for ours, expected in zip(llama.stack_rows(found.rows), theirs, strict=True):
         ours, expected = (np.asarray(x).transpose(tokens_first) for x in (ours, expected))
         assert_close(ours[real_BT], expected[real_BT], "cache")
     with torch.no_grad():
@@ -82,7 +95,7 @@ def test_every_layer_equals_transformers(saved, layers):
     assert_close(llama.unembed(loaded.params, found.hidden_BTD)[real_BT], logits[real_BT], "logits")
 
 
-@pytest.mark.parametrize("saved", [*map(slow, FAMILIES[:3]), "qwen3"], indirect=True)
+@pytest.mark.parametrize("saved", [*map(slow, FAMILIES[:-2]), *FAMILIES[-2:]], indirect=True)
 def test_cached_pass_equals_whole_pass(saved):
     """Runs a prompt in one piece, then tokens one and three at a time, at uneven lengths.
 
@@ -94,9 +107,7 @@ def test_cached_pass_equals_whole_pass(saved):
     forward = jax.jit(functools.partial(llama.forward, cfg))
     tokens_BT = jnp.asarray(batch.input_ids.numpy(), jnp.int32)
     whole_BTD = np.asarray(run(loaded, tokens_BT).hidden_BTD)
-    rows = 24
-    caches = llama.init_caches(cfg, 3, rows, jnp.float32)
-    length_B = jnp.zeros(3, jnp.int32)
+    caches, length_B = llama.init_caches(cfg, 3, 24, jnp.float32), jnp.zeros(3, jnp.int32)
     for advance_B, count in (([3, 1, 2], 3), ([1, 1, 1], 1), ([3, 2, 1], 3)):
         index_BT = length_B[:, None] + jnp.arange(count)
         new_BT = jnp.take_along_axis(tokens_BT, index_BT, axis=1)

@@ -4,8 +4,6 @@
     moa.py           the drafter: memory, masks, the training forward
     eagle.py         EAGLE-3's loss
     learn.py         losses and gradients
-    decode.py        plain decoding without a cache
-    recorded.py      cases recorded from the authors' code, as inputs of the above
     random_pair.py   random targets, drafters and batches for tests without recorded data
 
 float32 on the CPU, transformers for the target, nothing of `moa_jax`. Slow and plain on purpose.

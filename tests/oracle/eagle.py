@@ -1,6 +1,7 @@
 """EAGLE-3's loss, without caches.
 
-This code follows the paper.
+This code follows the paper, and vLLM's llama_eagle3.py in norms that the paper does not have. Norms
+with weights are applied if the weights are there.
 
 Entry p is made of the token at position p and the feature of position p - 1: the target's if that
 position is verified, else the drafter's own. Position 0 has no entry. RoPE counts positions only by
@@ -37,6 +38,8 @@ class Sizes(NamedTuple):
     head_dim: int
     eps: float
     theta: float
+    norm_before_residual: bool = False
+    norm_output: bool = False
 
 
 class LearntConversation(NamedTuple):
@@ -64,7 +67,7 @@ def loss_eagle3(
     ids_U = torch.arange(len(weights["d2t"])) + weights["d2t"]
     total, asked = [torch.zeros(()) for _ in range(steps)], [1e-5] * steps
     for tokens, reads, answer in conversations:
-        true_TD, score_TV = _fused(weights, reads), reads.hidden @ reads.head.T
+        true_TD, score_TV = _fused(weights, reads, sizes.eps), reads.hidden @ reads.head.T
         law_TU, own = score_TV[:, ids_U].softmax(-1), {}
         for j in range(steps):
             for p in range(j + 1, len(tokens)):
@@ -79,8 +82,11 @@ def loss_eagle3(
     return sum(w * x / n for w, x, n in zip(shares, total, asked, strict=True)) / sum(shares)
 
 
-def _fused(weights: Weights, reads: Reads) -> Tensor:
-    return functional.linear(torch.cat(list(reads.streams), dim=-1), weights["fc.weight"])
+def _fused(weights: Weights, reads: Reads, eps: float) -> Tensor:
+    normed = lambda x, name: rms_norm(x, weights[name], eps) if name in weights else x
+    streams = [normed(x, f"fc_norm.{i}.weight") for i, x in enumerate(reads.streams)]
+    joined = normed(torch.cat(streams, dim=-1), "input_norm.weight")
+    return functional.linear(joined, weights["fc.weight"])
 
 
 def _eagle3(weights: Weights, sizes: Sizes) -> tuple[Layer, Layer]:
@@ -94,10 +100,15 @@ def _eagle3(weights: Weights, sizes: Sizes) -> tuple[Layer, Layer]:
     def feature(embedding_TD: Tensor, before_TD: Tensor) -> Tensor:
         both = [block.norm("input_layernorm", embedding_TD), block.norm("hidden_norm", before_TD)]
         mixed_TX = _attention(block, torch.cat(both, dim=-1)[None])
-        return add_mlp(block, before_TD + block.linear("self_attn.o_proj", mixed_TX[0]))
+        start_TD = both[1] if sizes.norm_before_residual else before_TD
+        x_TD = add_mlp(block, start_TD + block.linear("self_attn.o_proj", mixed_TX[0]))
+        return last_norm(x_TD) if sizes.norm_output else x_TD
+
+    def last_norm(x_TD: Tensor) -> Tensor:
+        return rms_norm(x_TD, weights["norm.weight"], sizes.eps)
 
     def logits(x_TD: Tensor) -> Tensor:
-        return rms_norm(x_TD, weights["norm.weight"], sizes.eps) @ weights["lm_head.weight"].T
+        return (x_TD if sizes.norm_output else last_norm(x_TD)) @ weights["lm_head.weight"].T
 
     return feature, logits
 

@@ -12,16 +12,7 @@ from .blocks import Weights
 from .moa import Forward, Seen, TorchDrafter, make_drafter, train_forward
 
 
-class Losses(NamedTuple):
-    """Means over answer tokens; `prev_feature_loss` is 0 where N is 0."""
-
-    forward_KL: Tensor  # cross-entropy: the target's entropy is not subtracted
-    feature_loss: Tensor
-    prev_feature_loss: Tensor
-    loss: Tensor
-
-
-def losses(drafter: TorchDrafter, seen: Seen, response_BT: Tensor, out: Forward) -> Losses:
+def loss_of(drafter: TorchDrafter, seen: Seen, response_BT: Tensor, out: Forward) -> Tensor:
     """Compares the drafter's distribution with the target's at each answer token.
 
     The mean runs over the whole batch and over the answers as given, not as thinned. With N > 0 the
@@ -40,10 +31,9 @@ def losses(drafter: TorchDrafter, seen: Seen, response_BT: Tensor, out: Forward)
     cross_entropy = mean(-(expected_BTV * out.logits_BTV.log_softmax(-1)).sum(-1))
     feature = distance(out.feature_BTD, last_BTD)
     if out.tli_in_BTD is None:
-        nothing = torch.zeros(())
-        return Losses(cross_entropy, feature, nothing, 0.1 * cross_entropy + feature)
+        return 0.1 * cross_entropy + feature
     prev = distance(out.tli_in_BTD, seen.hidden_LBTD[-1 - len(drafter.reused)])
-    return Losses(cross_entropy, feature, prev, 0.1 * cross_entropy + 0.5 * (feature + prev))
+    return 0.1 * cross_entropy + 0.5 * (feature + prev)
 
 
 class Sample(NamedTuple):
@@ -56,11 +46,11 @@ class Sample(NamedTuple):
     staircase_B: Tensor
 
 
-def evaluate(drafter: TorchDrafter, sample: Sample) -> tuple[Forward, Losses]:
+def evaluate(drafter: TorchDrafter, sample: Sample) -> tuple[Forward, Tensor]:
     out = train_forward(
         drafter, sample.seen, sample.attention_BT, sample.noisy_BT, sample.staircase_B
     )
-    return out, losses(drafter, sample.seen, sample.response_BT, out)
+    return out, loss_of(drafter, sample.seen, sample.response_BT, out)
 
 
 def gradients(
@@ -69,5 +59,5 @@ def gradients(
     """Returns d loss / d tensor for every tensor of the drafter; the target is frozen."""
     own = {name: value.detach().clone().requires_grad_() for name, value in draft.items()}
     drafter = make_drafter(config, target, own, num_reused)
-    found = torch.autograd.grad(evaluate(drafter, sample)[1].loss, list(own.values()))
+    found = torch.autograd.grad(evaluate(drafter, sample)[1], list(own.values()))
     return dict(zip(own, found, strict=True))

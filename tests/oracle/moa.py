@@ -12,9 +12,11 @@ A feature imitates the target's last (normed) hidden state, so the target's head
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor
 
 from . import blocks
@@ -36,9 +38,13 @@ class Seen(NamedTuple):
 @torch.no_grad()
 def observe(model: Any, tokens_BT: Tensor, attention_BT: Tensor | None = None) -> Seen:
     """Runs a transformers causal LM from scratch on right-padded tokens."""
-    out = model(tokens_BT, attention_mask=attention_BT, output_hidden_states=True, use_cache=True)
-    layers = out.past_key_values.layers
-    keys, values = (torch.stack([getattr(x, name) for x in layers]) for name in ("keys", "values"))
+    every = transformers.DynamicCache()  # keeps all rows of layers with a sliding window, too
+    names = inspect.signature(model.forward).parameters
+    given = {"cache" if "cache" in names else "past_key_values": every, "use_cache": True}
+    out = model(tokens_BT, attention_mask=attention_BT, output_hidden_states=True, **given)
+    keys, values = (
+        torch.stack([getattr(x, name) for x in every.layers]) for name in ("keys", "values")
+    )
     return Seen(torch.stack(out.hidden_states), keys, values)
 
 
@@ -97,16 +103,7 @@ def make_drafter(config: Any, target: Weights, draft: Weights, num_reused: int) 
     )
 
 
-class Memory(NamedTuple):
-    """The memory, and the intermediate results of its computation."""
-
-    flat_BTLM: Tensor
-    lsa_BTLM: Tensor
-    mean_BTM: Tensor
-    memory_BTD: Tensor
-
-
-def memory_of(drafter: TorchDrafter, key_LBKTE: Tensor, value_LBKTE: Tensor) -> Memory:
+def memory_of(drafter: TorchDrafter, key_LBKTE: Tensor, value_LBKTE: Tensor) -> Tensor:
     """Returns one vector per token from the target's keys and values of all layers (LSA, Ekv2E).
 
     A token's row for one layer is [key head 0, value head 0, key head 1, ...]. LSA attends over the
@@ -119,9 +116,8 @@ def memory_of(drafter: TorchDrafter, key_LBKTE: Tensor, value_LBKTE: Tensor) -> 
     position_XL = torch.arange(num_layers).expand(num_rows, -1)
     everything = torch.ones(1, num_layers, num_layers, dtype=torch.bool)
     lsa_BTLM = self_attend(drafter.lsa, rows_XLM, position_XL, everything).view_as(flat_BTLM)
-    mean_BTM = lsa_BTLM.mean(dim=2)
     weight_DM, bias_D = drafter.ekv2e
-    return Memory(flat_BTLM, lsa_BTLM, mean_BTM, mean_BTM @ weight_DM.T + bias_D)
+    return lsa_BTLM.mean(dim=2) @ weight_DM.T + bias_D
 
 
 def noisy_response(response_BT: Tensor, every_B: Tensor) -> Tensor:
@@ -153,13 +149,12 @@ def draft_masks(noisy_BT: Tensor, staircase_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Forward(NamedTuple):
-    """The intermediate results of the training forward; `tli_*` are None where N is 0."""
+    """The intermediate results of the training forward; `tli_in_BTD` is None where N is 0."""
 
-    memory: Memory
+    memory_BTD: Tensor
     sa_BTD: Tensor
     ca_BTD: Tensor
     tli_in_BTD: Tensor | None
-    tli_out_BTD: Tensor | None
     feature_BTD: Tensor
     logits_BTV: Tensor
 
@@ -178,16 +173,16 @@ def train_forward(
     """
     position_BT = attention_BT.cumsum(dim=1) - 1
     sa_mask, ca_mask = draft_masks(noisy_BT, staircase_B)
-    memory = memory_of(drafter, seen.key_LBKTE, seen.value_LBKTE)
+    memory_BTD = memory_of(drafter, seen.key_LBKTE, seen.value_LBKTE)
     sa_BTD = self_attend(drafter.sa, seen.hidden_LBTD[0], position_BT, sa_mask)
-    memory_kv = keys_values(drafter.ca, memory.memory_BTD, position_BT)
+    memory_kv = keys_values(drafter.ca, memory_BTD, position_BT)
     ca_BTD = apply(drafter.ca, sa_BTD, position_BT, *memory_kv, ca_mask)
     if not drafter.reused:
-        return Forward(memory, sa_BTD, ca_BTD, None, None, ca_BTD, drafter.logits(ca_BTD))
+        return Forward(memory_BTD, sa_BTD, ca_BTD, None, ca_BTD, drafter.logits(ca_BTD))
     true_BTD = seen.hidden_LBTD[-1 - len(drafter.reused)]
     tli_in_BTD = x_BTD = torch.where(noisy_BT[:, :, None] == 0, true_BTD, ca_BTD)
     for layer in drafter.reused:
         x_BTD = self_attend(layer, x_BTD, position_BT, causal(*noisy_BT.shape[1:] * 2))
     feature_BTD = blocks.rms_norm(x_BTD, drafter.final_norm_D, drafter.sa.eps)
     logits_BTV = drafter.logits(feature_BTD)
-    return Forward(memory, sa_BTD, ca_BTD, tli_in_BTD, x_BTD, feature_BTD, logits_BTV)
+    return Forward(memory_BTD, sa_BTD, ca_BTD, tli_in_BTD, feature_BTD, logits_BTV)

@@ -9,6 +9,7 @@ then weighs more than all others, and most drafts are accepted.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,12 @@ _LLAMA3_ROPE = {
 }
 
 _ROPE = {"rope_type": "default", "rope_theta": 1e6}
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=8)
+_MINISTRAL3 = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+_GLOBAL = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+_BY_KIND = {"full_attention": _GLOBAL, "sliding_attention": _ROPE | {"rope_theta": 1e4}}
+_GEMMA3 = dict(head_dim=16, sliding_window=6, sliding_window_pattern=2, query_pre_attn_scalar=24)
+_GEMMA3 |= dict(tie_word_embeddings=True, rope_parameters=_BY_KIND)
 
 
 def _heads(hidden: int, heads: int, kv_heads: int, **rest: Any) -> dict[str, Any]:
@@ -45,17 +52,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama31": _heads(48, 4, 1, rope_parameters=_LLAMA3_ROPE),
     "qwen2": _heads(56, 7, 7, tie_word_embeddings=True, rope_parameters=_ROPE),
     "qwen3": _heads(40, 4, 2, head_dim=16, rope_parameters=_ROPE),
+    "mistral": _heads(36, 3, 1, sliding_window=6),
+    "ministral": _heads(32, 4, 2, head_dim=12, sliding_window=5),
+    "ministral3": _heads(40, 4, 2, head_dim=12, rope_parameters=_MINISTRAL3),
+    "gemma3_text": _heads(48, 4, 2, **_GEMMA3),
 }
-_COMMON = dict(
-    vocab_size=101,
-    num_hidden_layers=5,
-    intermediate_size=52,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-5,
-    bos_token_id=1,
-    eos_token_id=2,
-    tie_word_embeddings=False,
-)
+FAMILIES["qwen3_moe"] = FAMILIES["qwen3"] | dict(num_experts=8, num_experts_per_tok=3)
+FAMILIES["qwen3_moe"] |= dict(moe_intermediate_size=28, norm_topk_prob=True)
+_COMMON = dict(vocab_size=101, num_hidden_layers=5, intermediate_size=52, rms_norm_eps=1e-5)
+_COMMON |= dict(max_position_embeddings=256, bos_token_id=1, eos_token_id=2)
+_COMMON["tie_word_embeddings"] = False
 
 
 def random_weight(
@@ -77,15 +83,18 @@ def random_weight(
 def random_target(family: str, seed: int, calm: float = 1.0, **sizes: Any) -> tuple[Any, Any]:
     """Returns a transformers config and float32 causal LM; `sizes` are config keys.
 
-    `family` is llama, llama31 (with its RoPE scaling), qwen2 (tied) or qwen3 (own head_dim).
+    `family` is a key of FAMILIES: a model type, or llama31, llama with its RoPE scaling.
     """
     kind = "llama" if family == "llama31" else family
-    config = transformers.AutoConfig.for_model(kind, **{**_COMMON, **FAMILIES[family], **sizes})
+    sizes = copy.deepcopy({**_COMMON, **FAMILIES[family], **sizes})  # a config changes its values
+    config = transformers.AutoConfig.for_model(kind, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     tied = config.tie_word_embeddings
     for name, parameter in model.named_parameters():
         parameter.data = random_weight(name, parameter.shape, generator, calm, tied)
+        if family == "gemma3_text" and "norm" in name:
+            parameter.data -= 1  # its norms add 1
     return config, model.requires_grad_(False)
 
 
@@ -108,7 +117,7 @@ def draft_shapes(config: Any, sizes: Mapping[str, int]) -> dict[str, tuple[int, 
     """Returns shapes of a drafter's tensors under the authors' names (reference 1.8, 1.9).
 
     Biases: SA has the target's; LSA has those of q, k and v for Qwen2 alone; CA has none. Only SA
-    for Qwen3 has norms of queries and keys.
+    for Qwen3 and Gemma 3 has norms of queries and keys.
     """
     hidden, width = config.hidden_size, memory_width(config)
     heads, family = config.num_attention_heads, config.model_type
@@ -122,7 +131,10 @@ def draft_shapes(config: Any, sizes: Mapping[str, int]) -> dict[str, tuple[int, 
     lsa_biases = [f"self_attn.{x}_proj" for x in qkv if always]
     head_dim, lsa_dim = head_dim_of(config), width // heads
     parts = {
-        "self_attention": (hidden, head_dim, sa_biases, family == "qwen3"),
+        "self_attention": (
+            *(hidden, head_dim, sa_biases),
+            family in ("qwen3", "qwen3_moe", "gemma3_text"),
+        ),
         "cross_attention": (hidden, head_dim, [], False),
         "layer_self_attention": (width, lsa_dim, lsa_biases, False),
     }
@@ -197,8 +209,12 @@ def save_pair(
     draft_folder.mkdir(parents=True, exist_ok=True)
     written = json.loads((target_folder / "config.json").read_text())
     rope = written.pop("rope_parameters")
+    local = rope.get("sliding_attention")
+    rope = rope.get("full_attention", rope)
     written["rope_theta"] = rope.pop("rope_theta")
     written["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    if local:
+        written["rope_local_base_freq"] = local["rope_theta"]
     written["torch_dtype"] = written.pop("dtype")
     written |= {"architectures": ["MOASpec"], "transformers_version": "4.45.2"}
     (draft_folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")

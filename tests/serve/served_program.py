@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import pytest
 
+from infer.cli.flags import auto
 from infer.info import ROOT
-from moa_jax import Session, load_target
-from moa_jax.config import Sampling
+from moa_jax import Session, load_drafter, load_target
+from moa_jax.config import DraftShape, Sampling
 from moa_jax.decode.detokenize import before_stop
+from moa_jax.speculation.cost_table import save_costs
 from tests.meeting import wait_for
 from tests.serve.toy_server import COMPLETIONS, DEMO, TOKENIZER, VOCAB
 
@@ -37,6 +40,7 @@ LAWS = (
     Sampling(0.8, top_k=20, top_p=0.9),
     Sampling(1.1, min_p=0.02, repetition_penalty=1.2, logit_bias=((5, 2.0), (70, -100.0))),
 )
+EVERY = Sampling(1.1, 20, 0.9, 0.02, 1.2, ((5, 2.0),))  # one program for all of LAWS
 STOPS: tuple[tuple[str, ...], ...] = ((), ("e ",), (), ("ing", "ll", "."))
 
 
@@ -74,12 +78,10 @@ def plain() -> Session:
 
 
 @functools.cache  # clients repeat their requests
-def alone(
-    prompt_ids: tuple[int, ...], max_tokens: int, sampling: Sampling, ignore_eos: bool
-) -> tuple[str, str]:
-    """Returns the text of plain decoding, and its finish reason."""
-    stop_ids = [] if ignore_eos else None
-    (row,) = plain().generate([list(prompt_ids)], max_tokens, stop_ids, [sampling])
+def alone(ids: tuple[int, ...], most: int, sampling: Sampling, ignore_eos: bool) -> tuple[str, str]:
+    """Returns the text of plain decoding beside a row of all settings, and its finish reason."""
+    prompts, stop_ids = [list(ids), [6]], [] if ignore_eos else None
+    row, _ = plain().generate(prompts, [most, 1], stop_ids, [sampling, EVERY])
     return TOKENIZER.decode(row.token_ids, skip_special_tokens=True), row.finish_reason
 
 
@@ -127,19 +129,39 @@ class ServedProgram(NamedTuple):
         return not any(self.metric(name) for name in names)
 
 
+@functools.cache
+def store_costs(mesh: str) -> None:
+    """Stores costs of rounds on a mesh; servers on few cores would take minutes to measure them."""
+    target = plain().target
+    drafter = load_drafter(DEMO / "draft", target)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "mesh_of", lambda params: mesh)
+        patch.setattr(auto, "name_of", lambda mesh: mesh)
+        costs = auto.costs_of(target, drafter, None, None, "engine")
+    ways = auto.ways_of(DraftShape(drafter.depth), drafter)
+    for batch, way, length in itertools.product((1, 2, 4), ways, (1, 160)):
+        costs.put(batch, way, length, 100.0 + 20.0 * way.num_drafted)
+    save_costs(auto.folder(), costs)
+
+
 def start_program(folder: Path, *flags: str) -> tuple[subprocess.Popen, dict]:
     """Starts infer.serve on the bundled pair, and waits until the server is ready."""
+    if "--mesh" in flags:
+        store_costs(flags[flags.index("--mesh") + 1])
     ready = folder / "ready.json"
     ready.unlink(missing_ok=True)
     (folder / "keys").write_text(f"# of tests\n{KEY}\n")
-    command = [sys.executable, "-m", "infer.serve", "--ready-file", str(ready)]
-    command += ["--api-key-file", str(folder / "keys"), "--slots", "4", "--max-tokens", "192"]
+    command = [sys.executable, "-m", "infer.serve", "--ready-file", str(ready), "--slots", "4"]
+    command += ["--api-key-file", str(folder / "keys"), "--max-tokens", "192", *flags]
     with (folder / "log").open("w") as log:
-        program = subprocess.Popen(
-            [*command, *flags], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=log
-        )
-    wait_for(lambda: ready.exists() or program.poll() is not None, 300)
-    assert program.poll() is None, (folder / "log").read_text()
+        program = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=log)
+    try:
+        wait_for(lambda: ready.exists() or program.poll() is not None, 600)
+        assert program.poll() is None, (folder / "log").read_text()
+    except AssertionError:
+        program.kill()
+        program.wait()
+        raise
     return program, json.loads(ready.read_text())
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from infer.openai.errors import shown
-from infer.openai.requests import UNSUPPORTED
+from infer.openai.requests import OF_CHATS, UNSUPPORTED
 from tests.serve.toy_server import CHATS, COMPLETIONS, HELLO, LONG, VOCAB, Running, error_of
 
 BODIES = {
@@ -26,7 +26,8 @@ IMAGE = [{"type": "image_url"}]
 @pytest.fixture(scope="module")
 def server():
     """Returns a server; after all bodies, its answer is unchanged, and its log has no error."""
-    with Running() as server:
+    with pytest.MonkeyPatch.context() as patch, Running() as server:
+        patch.setattr("moa_jax.grammar.compile.MOST_SECONDS", 2)  # on a quiet machine 0.1
         good = server.post(COMPLETIONS, LONG).json()["choices"]
         yield server
         assert server.post(COMPLETIONS, LONG).json()["choices"] == good
@@ -70,6 +71,11 @@ BOTH = {  # values of a field; the message begins with the field and the value
     "max_completion_tokens": [-1],
     "stop": ["", [""], [3], ["x"] * 17, {}, "x" * 300, [HALF]],
     "stop_token_ids": [5, list(range(40))],
+    "min_tokens": [-1, 1.0, 600],
+    "bad_words": ["x", [""], [" "], [3], ["x"] * 65, [HALF]],
+    "truncate_prompt_tokens": [-2, 600, 1.5],
+    "truncation_side": ["middle"],
+    "prompt_logprobs": [21, True],
     "stream": ["true"],
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), [2.1, -2.1]),
     **dict.fromkeys(("ignore_eos", "return_token_ids", "skip_special_tokens", "echo"), [1]),
@@ -92,6 +98,21 @@ def hello_and(**message: object) -> dict:
     return {"messages": [*HELLO, {"role": "user", "content": "Hi."} | message]}
 
 
+def tools(*functions: dict) -> dict:
+    return {"tools": [{"type": "function", "function": function} for function in functions]}
+
+
+def schema_of(schema: object) -> dict:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def outputs(**fields: object) -> dict:
+    return {"structured_outputs": fields}
+
+
+F, OUTPUTS = {"name": "f"}, "structured_outputs"
+# A chain of references that overflows llguidance's stack.
+CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)} | {"d3000": {}}
 ONE = [  # a path, fields, `param`, and the rest of the message after `param`
     (COMPLETIONS, {"model": "other"}, "model", ' "other" is not served here; ask for toy'),
     (COMPLETIONS, {"prompt": None}, "prompt", " is null: give a text or a list of token ids"),
@@ -108,15 +129,44 @@ ONE = [  # a path, fields, `param`, and the rest of the message after `param`
     (COMPLETIONS, {"stop_token_ids": [5, "x"]}, "stop_token_ids", ' holds "x"; give token ids'),
     (COMPLETIONS, {"logit_bias": {"3000": 1}}, "logit_bias", " names 3000: the ids end at 2048"),
     (COMPLETIONS, {"stream_options": {}}, "stream_options", " goes with stream; "),
+    (COMPLETIONS, {"min_tokens": 4}, "min_tokens", " is 4: an answer has at most 3 tokens"),
+    (COMPLETIONS, {"bad_words": ["x " * 20]}, "bad_words", " are 2 token sequences, the longest"),
+    (CHATS, {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", " does not go with stream"),
     (CHATS, {"messages": []}, "messages", " is []: expected `array` of length >= 1"),
     (CHATS, {"messages": ["Hello."]}, "messages[0]", ' is "Hello.": give an object'),
-    (CHATS, hello_and(role="tool"), "messages[1].role", ' is "tool": '),
+    (CHATS, hello_and(role="robot"), "messages[1].role", ' is "robot": give system, user, assis'),
+    (CHATS, hello_and(role="tool"), "messages", ": the chat template refuses the messages (a mess"),
     (CHATS, hello_and(content=None), "messages[1].content", " is null: give text of Unicode"),
     (CHATS, hello_and(content=IMAGE), "messages[1].content[0]", ": a content part of type"),
-    (CHATS, hello_and(tool_calls=[{}]), "messages[1].tool_calls", " is not supported"),
+    (CHATS, hello_and(tool_calls=[{}]), "messages[1].tool_calls", " is [{}]: object missing requ"),
+    (CHATS, {"tools": []}, "tools", " is []: expected `array` of length >= 1"),
+    (CHATS, tools({"name": "a b"}), "tools", " is "),
+    (CHATS, tools(F | {"parameters": {"properties": {"x": 3}}}), "tools", " is "),
+    (CHATS, tools(F, {"name": "g"}, F), "tools", ' name "f" twice; give each function'),
+    (CHATS, tools(F), "tools", " need a server with --tool-call-parser; "),
+    (CHATS, {"tool_choice": "auto"}, "tool_choice", " goes with tools; give tools, or neither"),
+    (CHATS, tools(F) | {"tool_choice": "any"}, "tool_choice", ' is "any": give none, auto, '),
+    (CHATS, tools(F) | {"tool_choice": {"function": {"name": "h"}}}, "tool_choice", ' names "h"; '),
+    (CHATS, {"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", " sets tools; leave"),
+    (COMPLETIONS, tools(F), "tools", " is not supported; leave it out"),
     (CHATS, {"top_logprobs": 21}, "top_logprobs", " is 21: expected `int` <= 20"),
     (CHATS, {"top_logprobs": 2}, "top_logprobs", " goes with logprobs; "),
     (CHATS, {"echo": True}, "echo", " is true: a chat does not repeat"),
+    (CHATS, {"response_format": {"type": "xml"}}, "response_format.type", ' is "xml": give text,'),
+    (CHATS, schema_of(None), "response_format.json_schema.schema", " is null: give a JSON schema"),
+    (CHATS, schema_of({"type": "x"}), "response_format", ": Invalid type: x; give another grammar"),
+    (CHATS, schema_of({"not": {}}), "response_format", ': Unimplemented keys: ["not"]; give'),
+    (CHATS, schema_of({"$ref": "#"}), "response_format", ": NoExtensionBias; give another grammar"),
+    (CHATS, schema_of({"enum": ["x" * 2**20]}), "response_format", ": the grammar has 1048"),
+    (CHATS, schema_of({"$defs": CHAIN, "$ref": "#/$defs/d0"}), "response_format", ": llguidance"),
+    (COMPLETIONS, schema_of({}) | outputs(regex="a"), "response_format", " and structured_outputs"),
+    (COMPLETIONS, outputs(), OUTPUTS, " has nothing; give one of json, regex, choice"),
+    (COMPLETIONS, outputs(regex="a", choice=["b"]), OUTPUTS, " has regex and choice; "),
+    (COMPLETIONS, outputs(choice=[]), f"{OUTPUTS}.choice", " is []: expected `array` of"),
+    (COMPLETIONS, outputs(regex="("), OUTPUTS, ": at 1(8): invalid regex"),
+    (COMPLETIONS, outputs(grammar="x"), OUTPUTS, ": not GBNF: Expected ::= at line 1"),
+    (COMPLETIONS, outputs(regex="a?" * 30_000), OUTPUTS, ": it does not compile within"),
+    (COMPLETIONS, outputs(structural_tag="x"), f"{OUTPUTS}.structural_tag", " is not suppor"),
     ("/tokenize", {"messages": HELLO}, "prompt", " and messages; give one of them"),
     ("/tokenize", {"prompt": HALF}, "prompt", ' is "\\ud800": expected Unicode'),
     ("/detokenize", {"tokens": [5000]}, "tokens", " holds 5000; "),
@@ -147,7 +197,8 @@ def test_unicode_null_and_unknown_fields_are_accepted(server, path):
 
 VALUES = [None, True, 0, -1, 1, 2**31, 10**30, 1e308, -1.5, "", "x", HALF, [], {}, [[]], "é" * 500]
 VALUES += [["x"], [7], [True], {"x": 1}, [None], {"type": "text"}, [{}], [[7], "x"]]
-NAMES = [*BOTH, *UNSUPPORTED, "prompt", "messages", "best_of", "user", "unheard_of", "tokens"]
+VALUES += ["required", tools({"name": "f"})["tools"]]
+NAMES = [*BOTH, *UNSUPPORTED, *OF_CHATS, "prompt", "best_of", "user", "unheard_of", "tokens"]
 
 
 def malformed(draw: random.Random, path: str) -> bytes:

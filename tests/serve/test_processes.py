@@ -130,12 +130,13 @@ def ten_requests(served: ServedProgram) -> Iterator[list[Future[str]]]:
         yield asking
 
 
-def healths(served: ServedProgram) -> list[int]:
+def healths(served: ServedProgram, seen: threading.Event) -> list[int]:
     """Returns the statuses of /health until the server is gone, each status once."""
     found: dict[int, None] = {}
     with contextlib.suppress(httpx.TransportError), served.client() as client:
         while True:
             found[client.get("/health").status_code] = None
+            seen.set()
             time.sleep(0.05)
     return list(found)
 
@@ -153,7 +154,8 @@ def test_a_process_that_dies_ends_the_group_in_time(how, line, seconds, tmp_path
     """Rows are split between the two processes, so each device has half of the answers."""
     with two_serving(tmp_path, "data=2") as (served, other):
         with ten_requests(served) as asking, ThreadPoolExecutor(1) as looking:
-            health = looking.submit(healths, served)
+            health = looking.submit(healths, served, seen := threading.Event())
+            assert seen.wait(10)
             other.send_signal(how)
             # The server reports the first event: the end of the process, or a failed collective.
             lines = (line, "the engine failed at this request")

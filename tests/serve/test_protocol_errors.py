@@ -5,21 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import threading
 import time
 
 import httpx
 import pytest
 
-from tests.meeting import wait_for
-from tests.serve.toy_server import (
-    COMPLETIONS,
-    LONG,
-    Running,
-    ToyEngine,
-    answer_of,
-    error_of,
-    raw_post,
-)
+from tests.meeting import PATIENCE, wait_for
+from tests.serve import toy_server
+from tests.serve.toy_server import COMPLETIONS, LONG, Running, ToyEngine, error_of
 
 # ---- errors ---------------------------------------------------------------------------------
 
@@ -32,6 +26,9 @@ def test_errors_have_openais_shape_and_the_right_status(server):
     assert response.headers["allow"] == "POST"
     untyped = server.client.post(COMPLETIONS, content=json.dumps(LONG).encode())
     assert "content-type is missing" in error_of(untyped, 415)["message"]
+    error = error_of(server.post(COMPLETIONS, LONG | {"n": 7}), 400)  # more than ever fit
+    assert error["param"] == "n" and "ask for 6 at most" in error["message"]
+    assert not server.engine.requests
 
 
 def failure(server: Running, stream: bool, status: int) -> tuple[dict, httpx.Headers]:
@@ -88,13 +85,6 @@ def test_a_full_queue_sends_retry_after():
             engine.go.set()
             assert running.recv(1000).startswith(b"HTTP/1.1 200 ")
         assert server.post(COMPLETIONS, LONG).status_code == 200
-
-
-def test_a_request_that_never_fits_is_refused():
-    with Running(ToyEngine(slots=1, max_waiting=2)) as server:
-        error = error_of(server.post(COMPLETIONS, LONG | {"n": 4}), 400)
-        assert error["param"] == "n" and "ask for 3 at most" in error["message"]
-        assert not server.engine.requests
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -164,7 +154,7 @@ def test_a_slow_reader_gets_everything_and_delays_no_other():
             data = read_until(slow, b"[DONE]")
         events = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: {")]
         found = sum((json.loads(event)["choices"][0]["token_ids"] for event in events), [])
-        assert found == answer_of(engine.requests[0])
+        assert found == toy_server.answer_of(engine.requests[0])
         assert len(events) < 1900  # waiting outputs were merged
 
 
@@ -217,8 +207,7 @@ def test_a_drain_lets_answers_end_and_takes_no_new_ones():
         response = server.post(COMPLETIONS, LONG)
         error_of(response, 503)
         assert response.headers["retry-after"] == "1"
-        assert server.get("/health").status_code == 503
-        assert not draining.done()
+        assert server.get("/health").status_code == 503 and not draining.done()
         server.engine.go.set()
         read_until(runs, b"[DONE]")
         draining.result(10)
@@ -226,7 +215,7 @@ def test_a_drain_lets_answers_end_and_takes_no_new_ones():
 
 
 def test_a_body_that_arrives_while_the_server_drains_is_refused():
-    request = raw_post(COMPLETIONS, LONG)
+    request = toy_server.raw_post(COMPLETIONS, LONG)
     with Running() as server, socket.create_connection(("127.0.0.1", server.port), 10) as slow:
         slow.sendall(request[:-9])
         wait_for(lambda: server.server.num_open)
@@ -234,6 +223,25 @@ def test_a_body_that_arrives_while_the_server_drains_is_refused():
         slow.sendall(request[-9:])
         assert read_until(slow, b"the server is stopping").startswith(b"HTTP/1.1 503 ")
         assert not server.engine.requests
+
+
+@pytest.mark.parametrize("seconds, status", [(PATIENCE, b"200"), (0.1, b"503")])
+def test_a_drain_counts_requests_whose_grammar_is_compiled(seconds, status, monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+    body = LONG | {"structured_outputs": {"regex": "a"}}
+    with Running() as server:
+        compile = lambda text: begun.set() or go.wait(PATIENCE) and None
+        monkeypatch.setattr(server.server._grammars, "compile", compile)
+        with server.socket(COMPLETIONS, body) as runs:
+            assert begun.wait(PATIENCE)
+            draining = server.drain(seconds)
+            wait_for(lambda: server.server.draining)
+            if status == b"200":
+                go.set()
+            assert read_until(runs, b"}").startswith(b"HTTP/1.1 " + status)
+            draining.result(PATIENCE)
+        go.set()
+        assert len(server.engine.requests) == (status == b"200")
 
 
 @pytest.mark.parametrize("stream", [False, True])

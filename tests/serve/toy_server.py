@@ -25,19 +25,16 @@ from tests.meeting import PATIENCE
 from tests.server_thread import ServerThread
 
 VOCAB, EOS, FIRST = 2048, 4, 6  # of the bundled tokenizer; ids below FIRST are special tokens
-TOKENIZER = load_tokenizer(DEMO / "target")
+TOKENIZERS = TOKENIZER, TAGGED = [load_tokenizer(DEMO / "target") for _ in range(2)]
+TAGGED.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"], special_tokens=True)
 
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello."}]
-STATS = {
-    "prompt_tokens": 90,
-    "prefix_tokens": 30,
-    "drafted_tokens": 15,
-    "accepted_tokens": 4,
-    "accepted_by_position": (3, 1),
-    "rounds_by_shape": {DraftShape(1): 7, DraftShape(4): 2},
-}
+HELLO_IDS = tuple(TOKENIZER.apply_chat_template(HELLO, add_generation_prompt=True)["input_ids"])
+STATS = dict(prompt_tokens=90, prefix_tokens=30, drafted_tokens=15, accepted_tokens=4)
+STATS |= dict(accepted_by_position=(3, 1), rounds_by_shape={DraftShape(1): 7, DraftShape(4): 2})
+OnOutput = Callable[[RequestOutput], None]
 LONG = {"prompt": [7, 8], "max_tokens": 400, "ignore_eos": True, "seed": 1}
 
 
@@ -73,15 +70,13 @@ class ToyEngine:
         self.error, self.healthy = "", True
         self.go = threading.Event()  # while cleared, no output is sent
         self.go.set()
-        self._tasks: dict[int, tuple[Request, Callable[[RequestOutput], None], list[int]]] = {}
+        self._tasks: dict[int, tuple[Request, OnOutput, list[int]]] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="toy engine", daemon=True)
         self.start = self._thread.start
 
-    def submit(
-        self, request: Request, on_output: Callable[[RequestOutput], None], others: int = 0
-    ) -> int:
+    def submit(self, request: Request, on_output: OnOutput, others: int = 0) -> int:
         with self._lock:
             if len(self._tasks) + others >= self.slots + self.max_waiting:
                 raise QueueFull(f"{self.max_waiting} requests are waiting already; try again later")
@@ -94,6 +89,9 @@ class ToyEngine:
         with self._lock:
             self.cancelled.append(request_id)
 
+    def prepare_masks(self) -> None:
+        pass
+
     def abandon(self, line: str) -> None:
         self.error = line
 
@@ -105,9 +103,8 @@ class ToyEngine:
 
     def stats(self) -> EngineStats:
         running = min(len(self._tasks), self.slots)
-        found = dict.fromkeys(EngineStats._fields, 0) | STATS
-        waiting = len(self._tasks) - running
-        return EngineStats(**found | {"running": running, "waiting": waiting, "slots": self.slots})
+        found = dict.fromkeys(EngineStats._fields, 0) | STATS | {"slots": self.slots}
+        return EngineStats(**found | {"running": running, "waiting": len(self._tasks) - running})
 
     def _run(self) -> None:
         scored: set[int] = set()  # requests whose prompt's log-probabilities were sent
@@ -118,8 +115,8 @@ class ToyEngine:
             for id, (request, on_output, rest) in tasks:
                 if request.prompt_logprobs and id not in scored:
                     scored.add(id)
-                    top, rest_of_prompt = request.top_logprobs, request.prompt_ids[1:]
-                    likely = [None, *(likely_of(token, top) for token in rest_of_prompt)]
+                    top = 20 if request.top_logprobs is None else request.top_logprobs
+                    likely = [None, *(likely_of(token, top) for token in request.prompt_ids[1:])]
                     for begin in range(0, len(likely), self.step):  # a few at a time
                         part = likely[begin : begin + self.step]
                         on_output(RequestOutput([], prompt_logprobs=part))
@@ -138,14 +135,15 @@ class ToyEngine:
             self.ended[id] = finish
         k = request.top_logprobs
         likely = [] if k is None else [likely_of(token, k) for token in tokens]
-        on_output(RequestOutput(tokens, logprobs=likely, finish_reason=finish, error=self.error))
+        rest = {"num_cached": 1, "rounds": [(len(tokens), 5)] if tokens else []}  # each is a round
+        on_output(RequestOutput(tokens, likely, finish, self.error, **rest))
 
 
 class Running(ServerThread):
     """A server over a toy engine, and a client of it."""
 
     def __init__(
-        self, engine: ToyEngine | None = None, keys: tuple[str, ...] = (), **limits: float
+        self, engine: ToyEngine | None = None, keys: tuple[str, ...] = (), detail="none", **limits
     ) -> None:
         super().__init__()
         # A small buffer, so that a client that does not read is noticed soon.
@@ -155,9 +153,8 @@ class Running(ServerThread):
         self.engine = engine or ToyEngine()
         most = self.engine.max_tokens
         model = Model("toy", TOKENIZER, VOCAB, (EOS,), most, most - 1, created=5)
-        metrics = ServingMetrics("toy", self.engine)
-        limits = ServingLimits(**limits)
-        self.server = OpenAIServer(self.engine, model, metrics, self.log, limits, keys)
+        rest = (ServingMetrics("toy", self.engine), self.log, ServingLimits(**limits), keys, detail)
+        self.server = OpenAIServer(self.engine, model, *rest)
         self.serve(self.server, ws="none")
 
     def __enter__(self) -> Running:

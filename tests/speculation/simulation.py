@@ -24,13 +24,8 @@ GPU = {NO_DRAFT: 1.0, DraftShape(3): 1.22, DraftShape(5): 1.4, TREE: 1.65}
 BUSY = {NO_DRAFT: 1.0, DraftShape(2): 1.6, DraftShape(3): 2.1, DraftShape(4): 2.6, TREE: 6.0}
 LOADED = {NO_DRAFT: 1.0, DraftShape(2): 2.1, DraftShape(3): 3.2, DraftShape(4): 4.3, TREE: 9.0}
 # As measured on a CPU with the bundled pair.
-SLOW = {
-    NO_DRAFT: 4.03,
-    DraftShape(3): 6.67,
-    OWN: 7.42,
-    DraftShape(8): 9.08,
-    DraftShape(5, 4, 16): 13.9,
-}
+SLOW = {NO_DRAFT: 4.03, DraftShape(3): 6.67, OWN: 7.42, DraftShape(8): 9.08}
+SLOW |= {DraftShape(5, 4, 16): 13.9}
 TABLES = {"cpu": CPU, "gpu": GPU, "busy": BUSY, "loaded": LOADED, "slow": SLOW}
 
 Costs = dict[DraftShape, float]  # milliseconds of a round

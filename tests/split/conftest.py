@@ -31,7 +31,7 @@ def server():
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Pair:
     """Returns a random pair; some of its drafts are accepted."""
-    return random_pair_of("llama", 1, tmp_path_factory.mktemp("pair"))
+    return random_pair_of(1, tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

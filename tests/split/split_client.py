@@ -34,16 +34,8 @@ from infer.split_server.sessions import ServerLimits
 from moa_jax.config import DraftShape, Sampling
 from moa_jax.split import protocol
 from moa_jax.split.client_drafter import EXACT
-from tests.split.split_server import (
-    PAIRING,
-    PATIENCE,
-    SPECS,
-    VOCAB,
-    RunningSplit,
-    next_token,
-    rows_of,
-    wait_for,
-)
+from tests.meeting import PATIENCE, wait_for
+from tests.split.split_server import PAIRING, SPECS, VOCAB, RunningSplit, next_token, rows_of
 
 PROMPT = list(range(1, 21))
 NEW = 60
@@ -75,8 +67,6 @@ def alone(text: Sequence[int], count: int) -> list[int]:
 class ToyDrafter:
     """`ClientDrafter` with a hash as its model; checks that its caches would hold the text."""
 
-    may_draft: Callable[[], bool] = staticmethod(lambda: True)  # chains wait until it is True
-
     def __init__(self, can_go_on: bool = True) -> None:
         self.leaves, self.cfg = SPECS, SimpleNamespace(vocab_size=VOCAB)
         self.functions = SimpleNamespace(draft_one=guess if can_go_on else None)
@@ -104,7 +94,6 @@ class ToyDrafter:
         self._put(known, "nothing", tokens[known:])
 
     def chain(self, text: Sequence[int], known: int, steps: int) -> list[int]:
-        wait_for(self.may_draft)
         sources, tokens = zip(*self.rows[: len(text) - 1], strict=True) if text[1:] else ((), ())
         assert list(tokens) == list(text[:-1]), "the caches hold another text"
         assert "drafter" not in sources[:known] and "target" not in sources[known:]
@@ -263,12 +252,6 @@ async def left_alone() -> None:
 def is_linked(answering: SplitClient) -> bool:
     """Returns whether an answer has a link now."""
     return answering.session.link is not None
-
-
-def rest_until_linked(drafter: ToyDrafter, answering: SplitClient, most: int = 24) -> None:
-    """Pauses a drafter with `most` unverified tokens until a link exists: the toy drafter writes
-    faster than a client connects."""
-    drafter.may_draft = lambda: is_linked(answering) or len(answering.text.unverified) < most
 
 
 def hurry(server: ServerAddress, options: ClientOptions, seconds: float = 0.5) -> None:
@@ -436,14 +419,9 @@ def relayed(port: int, spoil: Spoil, **given: Any) -> Iterator[int]:
 def serving(slots: Any, pairing: dict[str, Any], vocab_size: int, **limits: Any) -> Iterator[Any]:
     """Runs a server over the slots of a real pair; asserts at the end that all slots are free."""
     slots.hold = threading.Event()
-    server_limits = ServerLimits(
-        num_slots=len(slots._slots),
-        max_tokens=slots.max_tokens,
-        max_nodes=slots.max_nodes - 1,
-        chunk=slots.chunk,
-        max_prompt=slots.max_tokens // 2,
-    )
-    connection_limits = ConnectionLimits(**limits)
+    sizes = dict(num_slots=len(slots._slots), max_nodes=slots.max_nodes - 1, chunk=slots.chunk)
+    sizes |= dict(max_tokens=slots.max_tokens, max_prompt=slots.max_tokens // 2)
+    server_limits, connection_limits = ServerLimits(**sizes), ConnectionLimits(**limits)
     with RunningSplit(slots, server_limits, connection_limits, pairing, vocab_size) as found:
         yield found
         assert found.metric("split_failures_total") == 0

@@ -230,14 +230,6 @@ class Client:
 
 
 def opening(tokens: list[int], total: int = 400, **changes) -> protocol.Open:
-    fields = {
-        "seq": 0,
-        "tokens": tokens,
-        "prompt_length": len(tokens),
-        "root_given": False,
-        "known": 0,
-        "total": total,
-        "stop_ids": [],
-        "sampling": protocol.sampling_fields(Sampling()),
-    }
+    fields = dict(seq=0, tokens=tokens, prompt_length=len(tokens), root_given=False, known=0)
+    fields |= dict(total=total, stop_ids=[], sampling=protocol.sampling_fields(Sampling()))
     return protocol.Open(**fields | changes)

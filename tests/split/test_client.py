@@ -134,6 +134,7 @@ def test_split_client_json_is_the_targets_answer_with_figures(mode, ask, pair, t
         assert 0 < rest < 1000
 
 
+@pytest.mark.slow
 def test_split_client_text_is_all_tokens_and_a_line(ask, pair):
     code, out, err = ask(*IDS)
     (plain,) = pair.plain.generate([PROMPT], NEW, NO_STOP)

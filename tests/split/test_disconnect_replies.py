@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 
 import pytest
 
 from infer.split_client.state import ClientOptions
 from infer.split_server.sessions import ReplyBuffer
 from moa_jax.split import protocol
-from tests.split.split_client import (
-    CHAIN,
-    CLOSE,
-    HANG,
-    NEW,
-    OPTIONS,
-    PROMPT,
-    ToyDrafter,
-    ask,
-    hurry,
-    nothing_left,
-    relayed,
-    server_at,
-    spoiler,
-)
+from tests.split import split_client
+from tests.split.split_client import CHAIN, CLOSE, HANG, NEW, OPTIONS, PROMPT, ask, relayed
 from tests.split.split_server import LIMITS
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -36,41 +22,18 @@ def relays(server, spoil, options: ClientOptions = CHAIN, **given):
 
     def spoil_in_haste(message, seen):
         if len(seen) > 1:
-            hurry(client, options)
+            split_client.hurry(client, options)
         return spoil(message, seen)
 
-    with relayed(server.port, spoil_in_haste) as port, nothing_left():
-        client = server_at(port)
+    with relayed(server.port, spoil_in_haste) as port, split_client.nothing_left():
+        client = split_client.server_at(port)
         return ask(client, options, PROMPT, NEW, **given)
 
 
-SEEDS = [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 25))]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(5))
 def test_disconnect_messages_twice_late_never_and_broken(server, seed):
     name = list(OPTIONS)[seed % len(OPTIONS)]
-    relays(server, spoiler(seed, 8), OPTIONS[name]).check()
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_disconnect_bits_that_flip_end_no_client(server, seed):
-    """The client accepts a valid forged reply; it raises no error."""
-    chance = random.Random(seed)
-
-    def spoil(message, seen):
-        if len(seen) < 4 or chance.random() < 0.7:
-            return [message]
-        changed = bytearray(message)
-        for _ in range(chance.choice([1, 1, 3])):
-            changed[chance.randrange(min(len(changed), 120))] ^= 1 << chance.randrange(8)
-        return [bytes(changed)]
-
-    drafter = ToyDrafter()
-    drafter.absorb = lambda start, tokens, rows: drafter._put(start, "target", tokens)
-    options = dataclasses.replace(CHAIN, reconnect_seconds=1.0)
-    found = relays(server, spoil, options, drafter=drafter)
-    assert found.done and len(found.tokens) <= NEW
+    relays(server, split_client.spoiler(seed, 8), OPTIONS[name]).check()
 
 
 @pytest.mark.parametrize("skips", [True, False], ids=["this server", "an earlier server"])
@@ -141,5 +104,5 @@ def test_disconnect_servers_that_fail_at_one_message_always(server, kind, then):
 
     options = dataclasses.replace(CHAIN, reconnect_seconds=30 if kind == "Opened" else 0.5)
     with relayed(server.port, spoil) as port:
-        found = ask(server_at(port), options, PROMPT, NEW, haste=0.3)
+        found = ask(split_client.server_at(port), options, PROMPT, NEW, haste=0.3)
     found.check("verify" if kind == "Opened" else "keep")  # a resume sends no Opened

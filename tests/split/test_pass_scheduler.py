@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from infer.split_server.pass_scheduler import (
-    DecodePass,
-    PassScheduler,
-    PrefillChunk,
-    PromptPicker,
-)
+from infer.split_server.pass_scheduler import DecodePass, PassScheduler, PrefillChunk, PromptPicker
 
 
 def read_all(chunks_of: dict[str, int], coming: dict[int, tuple[str, int]]) -> str:
@@ -26,9 +21,6 @@ def read_all(chunks_of: dict[str, int], coming: dict[int, tuple[str, int]]) -> s
 def test_short_prompts_pass_by_a_long_one_that_still_gets_every_other_chunk():
     assert read_all({"A": 4, "B": 1, "C": 1}, {}) == "ABACAA"
     assert read_all({"A": 5}, {1: ("B", 1), 3: ("C", 1)}) == "AABACAA"
-
-
-def test_a_stream_of_short_prompts_starves_no_prompt():
     coming = {turn: (chr(ord("a") + turn), 1) for turn in range(20)}
     assert read_all({"A": 6}, coming)[:10] == "AaAbAcAdAA"
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moa_jax import load_drafter
+from moa_jax import Session, load_drafter
 from moa_jax.config import DraftShape, Sampling
+from moa_jax.decode.draft_vocabulary import FILE, load_vocabulary, save_vocabulary, vocabulary_of
 from moa_jax.pretrained import describe_target
 from moa_jax.split.client_drafter import ClientDrafter
 from moa_jax.split.pairing import pairing_of
@@ -35,13 +36,12 @@ class Split:
         self.known = 0
         self.done = ""
 
-    def open(self, prompt, sampling: Sampling, new: int = NUM_NEW, num_given: int = 0) -> None:
-        """Opens a slot; the last `num_given` tokens of the prompt belong to the target's answer."""
-        length = len(prompt) - num_given
-        self.drafter.reset(sampling, length)
-        self.slot = self.slots.open(sampling, NO_STOP, length + new, length)
+    def open(self, prompt, sampling: Sampling) -> None:
+        """Opens a slot and reads the prompt."""
+        self.drafter.reset(sampling, len(prompt))
+        self.slot = self.slots.open(sampling, NO_STOP, len(prompt) + NUM_NEW, len(prompt))
         self.text = list(prompt)
-        self.take(self.slots.read(self.slot, prompt, pick_root=not num_given), given=len(prompt))
+        self.take(self.slots.read(self.slot, prompt, pick_root=True), given=len(prompt))
 
     def take(self, reply, given: int = 0) -> None:
         self.text += reply.tokens[given:]
@@ -68,11 +68,26 @@ class Split:
         return counts
 
 
-def test_split_rounds_accept_what_those_of_one_process_accept(pair, slots, drafter):
-    found = pair.session(DraftShape(5)).generate(PROMPTS[:1], NUM_NEW, NO_STOP)[0]
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [DraftShape(5), TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("is_narrow", [False, True], ids=["all", "draft-vocabulary"])
+def test_split_rounds_accept_what_those_of_one_process_accept(
+    pair, slots, drafter, shape, is_narrow, tmp_path
+):
+    """A client with a draft vocabulary keeps the head of its tokens alone."""
+    target, (found,) = pair.target, pair.session(shape).generate(PROMPTS[:1], NUM_NEW, NO_STOP)
+    if is_narrow:  # without some tokens of the answer
+        rest = np.setdiff1d(np.arange(target.config.vocab_size), found.token_ids[::5])
+        save_vocabulary(tmp_path / FILE, vocabulary_of(rest, target))
+        narrow, wide = pair.drafter._replace(folder=tmp_path), found
+        session = Session(target, narrow, shape, vocabulary=load_vocabulary(tmp_path, target))
+        (found,) = session.generate(PROMPTS[:1], NUM_NEW, NO_STOP)
+        assert found.rounds > wide.rounds and found.token_ids == wide.token_ids
+        drafter = ClientDrafter(describe_target(target.folder), narrow, max_tokens=64)
+        assert drafter._weights.shared["lm_head"].shape[-1] < target.config.vocab_size
     split = Split(slots, drafter)
     split.open(PROMPTS[0], Sampling())
-    counts = split.finish(4)
+    counts = split.finish(shape if shape.breadth > 1 else shape.depth - 1)
     assert split.text == [*PROMPTS[0], *found.token_ids]
     assert counts == found.accept_lengths and max(counts) > 1
 
@@ -108,16 +123,6 @@ def test_split_client_drafts_alone_and_the_target_verifies_later(pair, slots, dr
         alone += drafter.chain([*split.text, *alone], split.known, 3)
     assert alone == drafter.chain(split.text, split.known, 12)
     split.take(slots.verify([DraftRequest(split.slot, alone, list(range(12)))])[0])
-    split.finish(3)
-    assert split.text == [*PROMPTS[0], *plain.token_ids]
-
-
-@pytest.mark.slow
-def test_split_counts_an_answer_that_is_read(pair, slots, drafter):
-    """A session that is opened again with its text has the same penalties as before."""
-    (plain,) = pair.plain.generate(PROMPTS[:1], NUM_NEW, NO_STOP, LAWS[2])
-    split = Split(slots, drafter)
-    split.open([*PROMPTS[0], *plain.token_ids[:10]], LAWS[2], num_given=10)
     split.finish(3)
     assert split.text == [*PROMPTS[0], *plain.token_ids]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 
 import jax
@@ -15,6 +14,7 @@ from safetensors.numpy import save_file
 from infer.convert import main as convert
 from moa_jax import load_drafter, load_target
 from moa_jax.config import Eagle3Config, MoaConfig
+from moa_jax.decode.draft_vocabulary import FILE, save_vocabulary, vocabulary_beside, vocabulary_of
 from moa_jax.files import client_files, model_folder
 from moa_jax.pretrained import describe_target, functions_of, load_borrowed, save_drafter
 from moa_jax.split.pairing import mismatch, pairing_of
@@ -28,6 +28,7 @@ KINDS = {
     "n3": ("moa", MoaConfig(**random_pair.draft_sizes(HF_CONFIG, 3))),
     "eagle3": ("eagle3", Eagle3Config(2, 44, draft_ids=tuple(range(3, 90, 2)))),
 }
+THIRD = np.arange(0, 90, 3)
 LEFT_OUT = {"n0": "layer_self_attention", "n3": "Ekv2E", "eagle3": "fc.weight"}
 
 
@@ -55,6 +56,8 @@ def saved(target_folder, tmp_path_factory):
         target = load_target(target_folder, jnp.float32)
         drafter = untrained(target, method, config)
         save_drafter(folder / "whole" / "draft", method, config, drafter.params, target)
+        if kind != "eagle3":
+            save_vocabulary(folder / "whole" / "draft" / FILE, vocabulary_of(THIRD, target))
         cut(folder / "whole", folder / "part")
         return folder
 
@@ -90,6 +93,7 @@ def test_the_part_holds_what_the_client_reads_and_has_the_hash_of_the_whole(save
         borrowed = load_borrowed(target, functions.shared_params, jnp.float32)
         weights.append((drafter.params, borrowed))
         assert not set(functions.condense_only) & set(drafter.params)
+        assert kind == "eagle3" or (vocabulary_beside(target, drafter).ids_U == THIRD).all()
     jax.tree.map(np.testing.assert_array_equal, *weights)
     layers = {"n3": (2, 3, 4)}.get(kind, ())
     outer = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
@@ -162,13 +166,3 @@ def test_the_same_weights_in_other_files_are_the_same(moa, monkeypatch):
     dtypes = {str(tensor.dtype) for tensor in tensors_of(moa / "part" / "target").values()}
     assert dtypes == {"float16", "float32"}
     assert mismatch(before, facts(moa / "part")) == ""
-
-
-def test_the_program_reports_the_bytes_of_a_part(moa, capsys):
-    capsys.readouterr()
-    cut(moa / "whole", moa / "new", "--json")
-    done = json.loads(capsys.readouterr().out)
-    assert done["bytes"].keys() == done["of_bytes"].keys() == {"target", "draft"}
-    for name, size in done["bytes"].items():
-        assert size == (moa / "new" / name / "model.safetensors").stat().st_size
-        assert size < done["of_bytes"][name]

@@ -58,7 +58,7 @@ def test_warnings_of_libraries_become_events_without_their_text():
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Pair:
-    return random_pair_of("llama", 0, tmp_path_factory.mktemp("served"))
+    return random_pair_of(0, tmp_path_factory.mktemp("served"))
 
 
 @pytest.mark.slow

@@ -16,15 +16,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from infer.split_server.app import ConnectionLimits
 from moa_jax.split import protocol
-from tests.split.split_server import (
-    PAIRING,
-    PATIENCE,
-    Client,
-    ToySlots,
-    opening,
-    plain,
-    running,
-)
+from tests.split.split_server import PAIRING, PATIENCE, Client, ToySlots, opening, plain, running
 
 PROMPT = list(range(1, 21))
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -44,19 +36,6 @@ def change_limits(server, **changes) -> None:
     """Sets the limits of the only connection, from its next message on."""
     (connection,) = server.server.connections
     connection._limits = dataclasses.replace(connection._limits, **changes)
-
-
-def test_split_stream_is_sent_by_token_and_again_after_a_lost_link(server):
-    with Client(server) as client:
-        client.open(PROMPT, total=40, known=len(PROMPT))
-        client.send(protocol.Stream(1))
-        parts = client.reply()
-        assert sum((part.tokens for part in parts), []) == plain(PROMPT, 20)[1:]
-        assert len(parts) == 19 and parts[-1].done == "length"
-    for known in (0, 7, 100):  # received tokens of the answer; the last part is always sent
-        with Client(server) as back:
-            assert back.resume(client.session, 0, len(PROMPT) + known) == protocol.Resumed(1)
-            assert back.reply() == (parts[known:] or parts[-1:])
 
 
 def test_split_resume_takes_a_session_from_a_half_open_connection(server):
@@ -95,10 +74,6 @@ def test_split_wrong_token_is_401_before_the_upgrade():
         with Client(server, additional_headers=shown) as client:
             assert client.open(PROMPT)[-1].tokens == plain(PROMPT, 1)
         assert "right" not in repr(server.events) and "wrong" not in repr(server.events)
-
-
-def test_split_lets_no_web_page_in_without_a_token(server):
-    assert status(server, Origin="http://example.org") == 403
 
 
 def hello(**changes) -> bytes:
@@ -281,6 +256,7 @@ def test_split_events_hold_counts_and_never_tokens(server):
     assert client.session not in repr(server.events)  # a client can resume it by its name
 
 
-def test_health_of_plain_http(server):
+def test_no_web_page_is_let_in_without_a_token(server):
+    assert status(server, Origin="http://example.org") == 403
     assert server.get("/health").json() == {"status": "ok"}
     assert server.get("/").status_code == 404

@@ -1,4 +1,4 @@
-"""A target that regenerates conversations, for the tests of one file."""
+"""A drafter that is trained once, and a target that regenerates conversations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.train.test_regenerate import CONVERSATIONS, Scripted, save_talkative_target
-from train import regenerate
+from tests.train.test_training import distill_config
+from train import distill, regenerate
+
+
+@pytest.fixture(scope="session")
+def distilled(small_target, tmp_path_factory) -> Path:
+    """Returns the folder of an uninterrupted run; to be read, not changed."""
+    folder = tmp_path_factory.mktemp("distilled")
+    distill.distill(distill_config(folder, small_target))
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -119,9 +119,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def served(endpoint: FakeEndpoint) -> Iterator[str]:
+def served(endpoint: Any, kind: type[Handler] = Handler) -> Iterator[str]:
     """Yields the URL of a server while it runs."""
-    handler = type("Handler", (Handler,), {"endpoint": endpoint})
+    handler = type("Handler", (kind,), {"endpoint": endpoint})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))

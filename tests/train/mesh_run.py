@@ -2,12 +2,14 @@
 
 python -m tests.train.mesh_run STEPS [--devices N] [cluster flags] CASE ...
 
-A case is DATA,FSDP,TENSOR[,TARGET][/OPTION], as in 1,2,2,copied or 1,2,2/bfloat16. The options:
+A case is DATA,FSDP,TENSOR[,TARGET][/OPTIONS], as in 1,2,2,copied or 1,2,2/bfloat16. The options:
 
     cached      the target's pass comes from the host, as from a cache
     blocks      scores are computed in blocks, as on accelerators
     bfloat16    the dtype of computations
     parts       a batch in four micro-batches
+    sliced      a loss over a draft vocabulary
+    experts     a target with experts, whose tokens are sorted on a mesh, as on TPUs
     sent        no losses: the collectives of a compiled update of each drafter
 """
 
@@ -19,6 +21,7 @@ import functools
 import json
 import math
 import re
+import sys
 from typing import Any
 
 import jax
@@ -29,27 +32,27 @@ from jax.sharding import Mesh
 
 from infer.cli.flags import cluster
 from moa_jax.config import (
-    BlockConfig,
     DataConfig,
     DistillConfig,
     Eagle3Config,
+    ExpertsConfig,
     MeshConfig,
     MoaConfig,
     OptimConfig,
     RunConfig,
-    TargetConfig,
 )
 from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.drafters import DRAFTERS, method_of
-from moa_jax.model import llama, sharding
+from moa_jax.model import experts, sharding
 from moa_jax.training.distillation import abstract_frozen, make_keep, make_train_step
 from moa_jax.training.flops import abstract_batch
 from moa_jax.training.update import abstract
+from tests.train import test_packing
 from tests.train.blocks import in_blocks
 
 ROWS, T = 8, 24
 VOCAB, DRAFT_VOCAB = 80, 36  # no other axis has these sizes or their halves
-TARGET = TargetConfig("llama", VOCAB, 3, BlockConfig(32, 4, 2, 8, 48, 1e-5, 1e4, None), False, 64)
+TARGET = dataclasses.replace(test_packing.TARGET, vocab_size=VOCAB)
 DRAFTER = MoaConfig(2, 24, 2, 24, 2, 16, target_layer_inference=1)
 DRAFT_IDS = tuple(range(3, 3 + 2 * DRAFT_VOCAB, 2))
 DRAFTER_KINDS = {"moa": DRAFTER, "eagle3": Eagle3Config(2, 24, None, DRAFT_IDS, (0, 1, 2))}
@@ -57,15 +60,10 @@ COLLECTIVE = re.compile(r"= (.*?) (all-\w+|reduce-scatter|collective-permute)(?:
 
 
 def config_of(mesh: MeshConfig, accumulate: int = 1, dtype: str = "float32") -> DistillConfig:
-    return DistillConfig(
-        target="",
-        drafter=DRAFTER,
-        data=DataConfig((), (), T, T, ROWS),
-        optim=OptimConfig(1e-2, 2, 4, 2.0, 20, accumulate=accumulate),
-        run=RunConfig("", seed=3, dtype=dtype),
-        output="",
-        mesh=mesh,
-    )
+    optim = OptimConfig(1e-2, 2, 4, 2.0, 20, accumulate=accumulate)
+    data, run = DataConfig((), (), T, T, ROWS), RunConfig("", seed=3, dtype=dtype)
+    parts = dict(drafter=DRAFTER, data=data, optim=optim, run=run, mesh=mesh)
+    return DistillConfig(target="", output="", **parts)
 
 
 def batch_of(step: int, rows: slice) -> Batch:
@@ -79,8 +77,7 @@ def batch_of(step: int, rows: slice) -> Batch:
 
 def frozen_weights(dtype: str = "float32") -> dict:
     """Returns a random target with stacked layers."""
-    params = jax.tree.map(lambda x: x.astype(dtype), llama.init(TARGET, jax.random.key(1)))
-    return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
+    return jax.tree.map(lambda x: x.astype(dtype), test_packing.frozen_weights(TARGET))
 
 
 def mesh_of(cfg: MeshConfig) -> Mesh:
@@ -88,10 +85,12 @@ def mesh_of(cfg: MeshConfig) -> Mesh:
     return sharding.make_mesh(cfg, jax.devices()[: math.prod((cfg.data, cfg.fsdp, cfg.tensor))])
 
 
-def losses(steps: int, mesh_cfg: MeshConfig, option: str) -> list[float]:
+def losses(steps: int, mesh_cfg: MeshConfig, options: str) -> list[float]:
     """Returns the losses of these updates."""
-    dtype = "bfloat16" if option == "bfloat16" else "float32"
-    config = config_of(mesh_cfg, 4 if option == "parts" else 1, dtype)
+    dtype = "bfloat16" if options == "bfloat16" else "float32"
+    config = config_of(mesh_cfg, 4 if "parts" in options else 1, dtype)
+    if "sliced" in options:
+        config = dataclasses.replace(config, draft_vocabulary=DRAFT_VOCAB)
     mesh = mesh_of(mesh_cfg)
     program = make_train_step(config, TARGET, mesh)
     taps = DRAFTERS[method_of(DRAFTER)].make(DRAFTER, TARGET, config).taps
@@ -109,7 +108,7 @@ def losses(steps: int, mesh_cfg: MeshConfig, option: str) -> list[float]:
         for step in range(steps):
             read = lambda rows, step=step: batch_of(step, rows)
             batch = sharding.place_rows(read, program.rows_sharding, (ROWS,))
-            if option == "cached":
+            if options == "cached":
                 kept = TappedBatch(*jax.device_get((*batch, keep(weights, batch))))
                 cut = lambda rows, kept=kept: jax.tree.map(lambda x: x[rows], kept)
                 batch = sharding.place_rows(cut, program.rows_sharding, (ROWS,))
@@ -138,13 +137,18 @@ def sent(mesh_cfg: MeshConfig) -> dict[str, list]:
 
 
 def result_of(case: str, steps: int) -> Any:
-    shape, _, option = case.partition("/")
+    shape, _, options = case.partition("/")
     sizes = shape.split(",")
     config = MeshConfig(*map(int, sizes[:3]), *sizes[3:])
     with pytest.MonkeyPatch.context() as patch:
-        if option == "blocks":
+        if options == "blocks":
             in_blocks(patch, 8)
-        return sent(config) if option == "sent" else losses(steps, config, option)
+        if options == "experts":
+            block = dataclasses.replace(TARGET.block, experts=ExpertsConfig(8, 2, 16, True))
+            patch.setattr(sys.modules[__name__], "TARGET", dataclasses.replace(TARGET, block=block))
+            if config != MeshConfig(1, 1, 1):
+                patch.setattr(experts, "traced_platform", lambda: "tpu")
+        return sent(config) if options == "sent" else losses(steps, config, options)
 
 
 def main() -> None:

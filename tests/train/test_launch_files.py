@@ -40,9 +40,7 @@ GROUP = KUBERNETES["serve_lws_tpu-LeaderWorkerSet"]["spec"]["leaderWorkerTemplat
 PODS = [job["template"]["spec"] for job in (SLICE, SHARDS)] + [GROUP["workerTemplate"]["spec"]]
 CONTAINER = PODS[0]["containers"][0]
 CACHE = "JAX_COMPILATION_CACHE_DIR"
-LWS = next(yaml.safe_load_all((CONFIGS / "serve_lws_tpu.yaml").read_text(encoding="utf-8")))
-WORKER = LWS["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
-SERVER = WORKER["containers"][0]
+SERVER = PODS[-1]["containers"][0]
 BAD_INPUT, TRY_AGAIN = 2, 75
 
 
@@ -162,20 +160,24 @@ def test_slurm_starts_a_server_again_after_a_death_alone(ends, times, code, tmp_
 
 # ---- what they do -------------------------------------------------------------------------
 
-# Replaces `python -m train.distill ...`: WISH selects the end of the run.
+# Replaces `python -m train.distill ...`: WISH selects the end of the run, whose files are in $HERE.
 TRAINER = r"""
-echo "$@" > "$RUN.seen"
-echo "$JAX_COMPILATION_CACHE_DIR" > "$RUN.cache"
+echo "$@" > "$HERE.seen"
+echo "$JAX_COMPILATION_CACHE_DIR" > "$HERE.cache"
 case "$WISH" in
-finish) mkdir -p "$RUN/final"; touch "$RUN/final/config.json" ;;
-stop) mkdir -p "$RUN/checkpoints/40"; exit 75 ;;
+finish) mkdir -p "$HERE/final"; touch "$HERE/final/config.json" ;;
+stop) mkdir -p "$HERE/checkpoints/40"; exit 75 ;;
 miss) exit 75 ;;
-fail) mkdir -p "$RUN/checkpoints/40"; exit 1 ;;
-crash) exit 1 ;;
+fail) mkdir -p "$HERE/checkpoints/40"; touch "$HERE/checkpoints/40/commit_success.txt"; exit 1 ;;
+crash) mkdir -p "$HERE/checkpoints/40.incomplete"; exit 1 ;;
 refuse) exit 2 ;;
-wait) trap 'mkdir -p "$RUN/checkpoints/40"; exit 75' TERM; touch "$RUN.up"
+wait) trap 'mkdir -p "$HERE/checkpoints/40"; exit 75' TERM; touch "$HERE.up"
       for i in $(seq 600); do sleep 0.1; done; exit 9 ;;
 esac
+"""
+# Replaces `gcloud storage ls PATTERN` for the bucket of the run.
+GCLOUD = r"""
+cd "$HERE" && for file in ${3#"$RUN"/}; do [ ! -e "$file" ] || echo "$RUN/$file"; done
 """
 
 
@@ -185,18 +187,21 @@ def executable(path: Path, body: str) -> Path:
     return path
 
 
-def environment(folder: Path, wish: str) -> dict[str, str]:
-    """Returns an environment whose PATH has replacements of python, srun and scontrol."""
+def environment(folder: Path, wish: str, store: str = "") -> dict[str, str]:
+    """Returns an environment whose PATH has replacements of python, srun, scontrol and gcloud."""
     tools = folder / "bin"
     tools.mkdir()
     executable(tools / "python", TRAINER)
-    srun = 'echo "$SRUN_CPUS_PER_TASK $*" > "$RUN.srun"; '
+    executable(tools / "gcloud", GCLOUD)
+    srun = 'echo "$SRUN_CPUS_PER_TASK $*" > "$HERE.srun"; '
     executable(tools / "srun", srun + 'while [ "${1:0:2}" = -- ]; do shift; done; exec "$@"')
-    executable(tools / "scontrol", 'echo "$@" > "$RUN.scontrol"')
+    executable(tools / "scontrol", 'echo "$@" > "$HERE.scontrol"')
     run = folder / "run"
     (run / "checkpoints" / "20").mkdir(parents=True)
+    (run / "checkpoints" / "20" / "commit_success.txt").touch()
     ours = {key: value for key, value in os.environ.items() if key != CACHE}
-    ours |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": "python", "RUN": str(run)}
+    ours |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": "python", "HERE": str(run)}
+    ours |= {"RUN": store or str(run)}
     ours |= {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7"}
     ours |= {"SLURM_CPUS_PER_TASK": "8", "IMAGE": "moa.sqsh", "HF_HOME": f"{folder}/hub"}
     ours |= {"ANSWERS": f"{folder}/answers"}
@@ -215,14 +220,18 @@ SLURM_ENDS = [
 
 @pytest.mark.parametrize("wish, code, again", SLURM_ENDS, ids=[wish for wish, *_ in SLURM_ENDS])
 @pytest.mark.parametrize("name", SLURM)
-def test_slurm_starts_a_run_again_by_its_code_and_progress(tmp_path, name, wish, code, again):
+@pytest.mark.parametrize("store", ["", "gs://bucket/runs/a"])
+def test_slurm_starts_a_run_again_by_its_code_and_progress(
+    tmp_path, store, name, wish, code, again
+):
     script = ["bash", CONFIGS / name, "configs/tiny.py", "--optim.total_steps", "9 9"]
-    ran = subprocess.run(script, env=environment(tmp_path, wish), capture_output=True, text=True)
+    env = environment(tmp_path, wish, store)
+    ran = subprocess.run(script, env=env, capture_output=True, text=True)
     assert (ran.returncode, (tmp_path / "run.scontrol").exists()) == (code, again), ran.stderr
-    assert (tmp_path / "run.cache").read_text() == f"{tmp_path}/run/compiled\n"
+    assert (tmp_path / "run.cache").read_text() == f"{env['RUN']}/compiled\n"
     seen = (tmp_path / "run.seen").read_text(encoding="utf-8")
     assert seen.startswith("-m train.distill") and seen.endswith("--optim.total_steps 9 9\n")
-    assert f"--run.directory {tmp_path}/run --output {tmp_path}/run/final" in seen
+    assert f"--run.directory {env['RUN']} --data.train" in seen
     answers = f"{tmp_path}/answers"
     assert f"--data.train {answers}/train --data.validation {answers}/validation " in seen
     started = (tmp_path / "run.srun").read_text(encoding="utf-8")
@@ -298,7 +307,7 @@ SHARD_COMMANDS = {
 def test_a_shard_answers_what_is_left(tmp_path, index):
     env = environment(tmp_path, "nothing") | {index: "3", "TARGET": "target"}
     env |= {"SHARDS": next(v["value"] for v in SHARD["env"] if v["name"] == "SHARDS")}
-    executable(tmp_path / "bin" / "python", 'echo "$@" >> "$RUN.seen"; exit "$CODE"')
+    executable(tmp_path / "bin" / "python", 'echo "$@" >> "$HERE.seen"; exit "$CODE"')
     run = lambda code: subprocess.run(SHARD_COMMANDS[index], env=env | {"CODE": code}, cwd=ROOT)
     assert [run("2").returncode, run("0").returncode] == [2, 0]
     first, again, train = (tmp_path / "run.seen").read_text(encoding="utf-8").splitlines()

@@ -38,7 +38,6 @@ KINDS = {
         MoaConfig(*MOA, target_layer_inference=1),
         Objective(dataclasses.replace(MASKS, on_policy_reuse=True, first_tokens=True)),
     ),
-    "moa-standard": (MoaConfig(*MOA), Objective(MaskConfig(bounded=False))),
     "eagle": (EagleConfig(1, 24), Objective()),
     "eagle3": (
         Eagle3Config(1, 24, tapped_layers=(0, 1, 2), draft_ids=tuple(range(0, 96, 2))),
@@ -65,7 +64,12 @@ def laid_out() -> tuple[Batch, Batch]:
 
 @pytest.fixture(scope="module")
 def frozen() -> dict:
-    params = jax.jit(lambda key: llama.init(TARGET, key))(jax.random.key(1))
+    return frozen_weights(TARGET)
+
+
+def frozen_weights(config: TargetConfig) -> dict:
+    """Returns a random target with stacked layers."""
+    params = jax.jit(lambda key: llama.init(config, key))(jax.random.key(1))
     return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
 
 
@@ -84,7 +88,7 @@ def assert_close(one, other) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["moa-reuse", "moa-on-policy", "eagle3", "glide", "independent"])
 def test_packed_is_alone(name, laid_out, frozen):
     """Compares loss, gradients and the figures of evaluations."""
     drafter, params, gradient = gradient_of(name)
@@ -94,9 +98,9 @@ def test_packed_is_alone(name, laid_out, frozen):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["moa-on-policy", "eagle3"])
 def test_scores_in_blocks_train_the_same(name, laid_out, frozen, monkeypatch):
-    """Compares packed rows with the kernels of accelerators, in interpret mode."""
+    """Compares packed rows with the kernels of accelerators, in interpret mode, for all masks."""
     _, params, gradient = gradient_of(name)
     given = (params, frozen, laid_out[0])
     by_einsum = jax.jit(gradient)(*given)

@@ -16,9 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from infer.cli.flags import cluster
 from infer.cli.flags.config_file import read_config
-from infer.cli.program import Parser
 from infer.info import ROOT
 from moa_jax.config import DistillConfig, MeshConfig
 from moa_jax.data import batches
@@ -112,27 +110,20 @@ BUSY = "import sys; sys.setswitchinterval(100); end = time.monotonic() + {}; "
 BUSY += "sum(iter(lambda: float(time.monotonic() > end), 1.0)); sys.setswitchinterval(0.005)"
 AGAIN = "import os, signal, threading; once_more = (os.getpid(), signal.SIGINT); "
 AGAIN += "threading.Timer(1.0, os.kill, once_more).start(); raising(KeyboardInterrupt())"
-LAST = "import os; leave = os._exit; os._exit = lambda code: [time.sleep(0.5), leave(code)]; "
 FULL_DISK = "processes.on_first(lambda: raising(OSError(28, 'No space left')))"
 BAD = "raising(InputError('x: bad: fix it'))"
 OWN_DISKS = """from moa_jax.training import checkpoint; from tests.train.toy_run import toy_config;
 checkpoint.place, checkpoint.SHARED_TIMEOUT_S = lambda path: Path(path) / str(args.process), 0.5;
 checkpoint.check_directory(toy_config(here), {})""".replace("\n", " ")
 NOT_SHARED = "run.directory .*: processes 1 of 2 do not see the files of process 0; name a folder"
-HAS_NO_FILE = (2, f"toy: {NO_FILE}", f"toy: process 0: {NO_FILE}")
 ENDS = {  # what both do, the code of both, and what the lines of both hold
-    "on the first": (f"time.sleep(1); {MISSING}", MISSING, *HAS_NO_FILE),
-    "path": ("Path('missing/file').read_text()", WAIT, *HAS_NO_FILE),
+    "on the first": (f"time.sleep(1); {MISSING}", MISSING, 2, NO_FILE, f"process 0: {NO_FILE}"),
     "a fault": (WAIT, "raising(ValueError('ours'))", 1, "1: ValueError: ours", "ValueError: ours"),
-    "refused": (WAIT, BAD, 2, "process 1: x: bad", "x: bad"),
     "own disks": (OWN_DISKS, OWN_DISKS, 2, NOT_SHARED, NOT_SHARED),
     "may pass": (FULL_DISK, FULL_DISK, 75, "make room", "make room"),
-    "interrupted": (WAIT, "raising(KeyboardInterrupt())", 130, "process 1: int", "interrupted"),
     "after the other's end": (BAD, "pass", 2, "x: bad", "process 0: x: bad"),
     "interrupted again while the other is busy": (AGAIN, BUSY.format(3), 130),
     "busy, and not blamed": (SOON + BUSY.format(3) + "; time.sleep(1)", "pass", 0),
-    # JAX aborts the remaining processes when the service ends, as on a busy machine.
-    "the process of the service is the last": (MISSING, f"{LAST}{MISSING}", 2),
 }
 
 
@@ -151,18 +142,12 @@ HAS_DIED = ["toy: process {} has died"]
 STOPPED = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 KILLED = "time.sleep(1.5); import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 SILENT = ["toy: process {}: no sign of life for 2 s; see whether it still runs"]
-FULL = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 2); time.sleep(60)"
-FAULT = "processes.FORCED_EXIT_S = 3.0; time.sleep(1.5); raising(ValueError('ours'))"
 LOSSES = {  # which process is lost and how, what the other one does, and its lines
     "0 stops": (0, SOON + "time.sleep(1.5); " + STOPPED, SOON + WAIT, SILENT),
     "1 stops": (1, SOON + "time.sleep(1.5); " + STOPPED, SOON + FOR_A_WORD, SILENT),
-    "0 stops, 1 fails": (0, STOPPED, FAULT, ["toy: ValueError: ours"]),
     "0 dies": (0, KILLED, FOR_A_WORD, HAS_DIED),
-    "1 dies": (1, KILLED, WAIT, HAS_DIED),
-    "1 dies, 0 ends": (1, KILLED, "pass", HAS_DIED),
     # Without process 0, JAX aborts a busy process.
     "1 dies, 0 is busy": (1, KILLED, BUSY.format(4), HAS_DIED),
-    "1 dies, 0 cannot write": (1, KILLED, FULL, []),
 }
 
 
@@ -209,7 +194,7 @@ def distilled_apart(config: Path, count: int, devices: int, *flags: str) -> str:
     """Trains with `count` processes of `devices` each, and returns stderr of process 0."""
     command = [sys.executable, "-m", "train.distill", "--config", str(config), *flags]
     command += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(count), "--process"]
-    variables = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    variables = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
     pipes = dict(cwd=ROOT, stderr=subprocess.PIPE, text=True, env=variables)
     each_process = [subprocess.Popen([*command, str(index)], **pipes) for index in range(count)]
     try:
@@ -222,9 +207,8 @@ def distilled_apart(config: Path, count: int, devices: int, *flags: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "devices"), [(1, 8), (2, 4)])
-def test_a_run_goes_on_with_half_the_devices(count, devices, tmp_path, small_target):
-    """Six steps on eight devices, and six more on four of one process, as twelve on one device.
+def test_a_run_goes_on_with_half_the_devices(tmp_path, small_target):
+    """Six steps on four devices of two processes, and six more on two of one, as on one device.
 
     Without the staircase, whose share depends on the number of steps.
     """
@@ -233,12 +217,12 @@ def test_a_run_goes_on_with_half_the_devices(count, devices, tmp_path, small_tar
         "from pathlib import Path\n"
         "from tests.train.test_training import changed, distill_config\n"
         f"config = distill_config(Path({both!r}), Path({target!r}))\n"
-        "config = changed(config, data_rows_per_batch=8, masks_staircase=False)\n"
+        "config = changed(config, data_rows_per_batch=4, masks_staircase=False)\n"
     )
     alone = ["--run.directory", str(tmp_path / "alone/run"), "--output", str(tmp_path / "alone/d")]
     distilled_apart(tmp_path / "config.py", 1, 1, *alone)
-    distilled_apart(tmp_path / "config.py", count, devices, "--optim.total_steps", "6")
-    err = distilled_apart(tmp_path / "config.py", 1, 4)
+    distilled_apart(tmp_path / "config.py", 2, 2, "--optim.total_steps", "6")
+    err = distilled_apart(tmp_path / "config.py", 1, 2)
     assert "optim.total_steps: 6 -> 12" in err
     one, other = ([r["loss"] for r in metrics(tmp_path / n, "train")] for n in ("alone", "both"))
     assert len(one) == 6
@@ -262,24 +246,6 @@ def test_processes_decode_together_in_training(tmp_path, small_target, monkeypat
     distilled_apart(tmp_path / "config.py", 2, 2)
     (one,), (other,) = (metrics(tmp_path / name, "decode") for name in ("alone", "both"))
     assert one["decoded_tau"] == other["decoded_tau"]
-
-
-NOWHERE = {
-    "--coordinator localhost --processes 2 --process 0": "localhost; write HOST:PORT, as in",
-    "--coordinator host:99999 --processes 1 --process 0": "host:99999; write HOST:PORT",
-    "--coordinator host:1 --processes 2 --process 2": "--process 2; choose from 0 to 1",
-    "--coordinator host:1": "go together; give all three",
-    "--distributed": "--distributed: no launcher says where the other processes are; run under",
-}
-
-
-@pytest.mark.parametrize("flags", NOWHERE)
-def test_flags_of_a_cluster_that_cannot_start_are_refused(flags, monkeypatch):
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    parser = Parser("toy")
-    cluster.add_flags(parser)
-    joining = cluster.joined(parser.parse_args(flags.split()), "toy")
-    assert NOWHERE[flags] in refusal(joining.__enter__)
 
 
 def test_processes_must_agree(monkeypatch):

@@ -10,17 +10,18 @@ import jax
 import numpy as np
 import pytest
 
-from moa_jax import InputError, Session, load_target
-from moa_jax.config import BlockConfig, DataConfig, Sampling, TargetConfig
-from moa_jax.data import batches, chat, sources
+from moa_jax import InputError
+from moa_jax.config import BlockConfig, DataConfig, TargetConfig
+from moa_jax.data import batches, sources
 from moa_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from moa_jax.model import llama as llama
 from moa_jax.pretrained import SpecialIds, save_target
+from tests.model_folders import refusal
 from tests.train.fake_endpoint import scripted_answer
 from train.run.answers import TargetAnswer, TargetQuestion, text_of
 from train.run.partial import Partial
 
-CONVERSATIONS = Path(__file__).parents[1] / "data" / "conversations.jsonl"
+CONVERSATIONS = Path(__file__).parents[2] / "moa_jax/demo/conversations.jsonl"
 QUESTION, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}
 LONG = {"role": "user", "content": "1" * 300}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -36,16 +37,6 @@ def save_talkative_target(folder: Path) -> Path:
     params = jax.jit(functools.partial(llama.init, config))(jax.random.key(0))
     ends = SpecialIds(tuple(range(4, 320, 5)))
     return save_target(folder / "target", config, params, folder / "tokenizer", generation=ends)
-
-
-@pytest.fixture(scope="module")
-def lively(folder) -> Path:
-    """Saves the same with larger weights: only some of its greedy answers stop soon."""
-    target = load_target(folder, "float32")
-    params = jax.tree.map(lambda each: 4 * each, target.params)
-    tokenizer, ends = folder.parent / "tokenizer", target.generation
-    place = folder.parent / "lively"
-    return save_target(place, target.config, params, tokenizer, generation=ends)
 
 
 @pytest.fixture(scope="module")
@@ -95,40 +86,17 @@ def read(path: Path) -> list[dict]:
     return list(map(json.loads, lines(path)))
 
 
-@pytest.mark.slow
-def test_answers_are_the_targets_own(ask, tmp_path, lively, tokenizer, capsys):
-    """The ids of every answer are those that a session decodes after the same prompt."""
-    flags = ("--target", str(lively), "--max-new-tokens", "6", "--dtype", "float32")
-    ask(tmp_path / "a.jsonl", "--limit", "10", "--batch", "4", *flags)
-    records = read(tmp_path / "a.jsonl")
-    asked, answers = [], []
-    for record in records:
-        turns = enumerate(record["messages"])
-        answered = [i for i, message in turns if message["role"] == "assistant"]
-        asked += (record["messages"][:i] for i in answered)
-        answers += record["answers"]
-        texts = [record["messages"][i]["content"] for i in answered]
-        assert texts == [text_of(tokenizer, each["token_ids"]) for each in record["answers"]]
-    prompts = [chat.prompt_ids(tokenizer, messages) for messages in asked]
-    results = Session(load_target(lively, "float32")).generate(prompts, 6)
-    for answer, prompt, found in zip(answers, prompts, results, strict=True):
-        ids = {"prompt_ids": prompt, "token_ids": list(found.token_ids)}
-        assert answer == ids | {"finish_reason": found.finish_reason}
-    finishes = Counter(answer["finish_reason"] for answer in answers)
-    assert len(records) == 10 and min(finishes["stop"], finishes["length"]) > 2
-    assert max(len(record["answers"]) for record in records) > 1
-    cut = finishes["length"]
-    told = f"{cut} of 10 conversations end early: an answer is cut at 6 tokens"
-    assert told in capsys.readouterr().err
-
-
-def test_cut_answers_stay_and_training_rows_hold_their_ids(ask, scripted, tmp_path, tokenizer):
+def test_cut_answers_stay_and_training_rows_hold_their_ids(
+    ask, scripted, tmp_path, tokenizer, capsys
+):
     """A cut answer is the last one. Rows train on all tokens of the answers, and on no others."""
     output = tmp_path / "a.jsonl"
     ask(output, "--max-new-tokens", "9", "--batch", "4")
     records = read(output)
     cut = [record for record in records if record["answers"][-1]["finish_reason"] == "length"]
     assert len(records) == 40 and len(cut) > 5
+    line = f"{len(cut)} of 40 conversations end early: an answer is cut at 9 tokens"
+    assert line in capsys.readouterr().err
     assert any(len(record["answers"]) > 1 for record in cut)
     wanted = Counter()
     for record in records:
@@ -212,21 +180,6 @@ def test_what_is_left_out_is_counted(ask, scripted, tmp_path, capsys):
     assert "unknown style" in found[0] and "than 50 tokens" in found[1]
 
 
-REFUSED = {
-    "--max-prompt 999999": "more than the target's .* positions",
-    "--limit 5 --shard 5/9": "no records of any source in shard 5/9",
-    "--sources nowhere": "no records of nowhere",
-    "--model m": "--model is for --endpoint only",
-    "--api-key-file f": "--api-key-file is for --endpoint only",
-}
-
-
-@pytest.mark.parametrize("flags", REFUSED)
-def test_refused_at_the_start(ask, scripted, tmp_path, flags):
-    with pytest.raises(InputError, match=REFUSED[flags]):
-        ask(tmp_path / "a.jsonl", *flags.split())
-
-
 # ---- shards -------------------------------------------------------------------------------
 
 
@@ -241,40 +194,9 @@ def test_shards_hold_every_answer_once(ask, scripted, tmp_path):
     assert len(whole) == 20
     assert [lines(part) for part in parts] == [whole[i::3] for i in range(3)]
     assert len(list(sources.read(str(tmp_path / "parts")))) == 20
-
-
-# ---- drawn answers ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def short(tmp_path) -> Path:
-    """Writes conversations of two short questions, so that one program answers all."""
-    talk = lambda i: [{"role": "user", "content": text} for text in (f"Room {i}?", "Why?")]
-    path = tmp_path / "short.jsonl"
-    path.write_text("".join(json.dumps({"messages": talk(i)}) + "\n" for i in range(8)))
-    return path
-
-
-@pytest.mark.slow
-def test_sampled_answers_follow_the_flags(ask, short, tmp_path, folder):
-    """Tokens equal those that a session samples with the seed of record and turn."""
-    small = ("--max-prompt", "32", "--max-new-tokens", "12", "--dtype", "float32")
-    ask(tmp_path / "a.jsonl", *small, *SAMPLED, "--batch", "8", prompts=short)
-    session = Session(load_target(folder, "float32"))
-    tokenizer = load_tokenizer(session.target.folder)
-
-    def answer(asked: list[tuple[int, list]]) -> list[str]:
-        """Returns the answers to all messages; a batch of eight uses the same program."""
-        eight = (asked * 8)[:8]
-        prompts = [chat.prompt_ids(tokenizer, messages) for _, messages in eight]
-        keys = [np.random.SeedSequence((3, number, len(said))) for number, said in before(eight)]
-        laws = [Sampling(0.9, 40, 0.95, seed=int(key.generate_state(1)[0])) for key in keys]
-        found = session.generate(prompts, 12, None, laws)[: len(asked)]
-        return [tokenizer.decode(r.token_ids, skip_special_tokens=True).strip() for r in found]
-
-    before = lambda asked: [(number, messages[:-1]) for number, messages in asked]
-    talks = [json.loads(line)["messages"] for line in lines(tmp_path / "a.jsonl")]
-    for turn in (1, 3):
-        there = [(int(t[0]["content"][5:-1]), t) for t in talks if len(t) > turn]
-        told = [talk[turn]["content"] for _, talk in there]
-        assert len(told) > 1 and told == answer([(n, talk[:turn]) for n, talk in there])
+    last = parts[0].rename(tmp_path / "parts" / parts[0].name.replace("00000", "00003"))
+    assert sources.files_of(str(tmp_path / "parts")) == [*parts[1:], last]  # counted from 1
+    last.rename(parts[0])
+    parts[1].unlink()  # a shard that was never started
+    line = refusal(sources.files_of, str(tmp_path / "parts"))
+    assert line.startswith(f"{tmp_path}/parts lacks {parts[1]}; write the missing shards, or name ")

@@ -32,7 +32,7 @@ from moa_jax.training.fingerprint import changes
 from tests.meeting import free_port, wait_for
 from tests.model_folders import refusal
 from tests.train.test_training import changed, distill_config
-from tests.train.toy_run import final_state, placed_batch, steps_of, toy_config, toy_job
+from tests.train.toy_run import cut_at, final_state, placed_batch, steps_of, toy_config, toy_job
 from train.run import loop
 
 
@@ -108,16 +108,6 @@ def assert_stopped_by(what: str, folder: Path, err: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_terminated_run_saves_and_exits(tmp_path):
-    with running(tmp_path, *ENDLESS) as process:
-        wait_for_update(process, 3)
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 75
-    assert_stopped_by("SIGTERM", tmp_path, err)
-
-
-@pytest.mark.slow
 def test_of_two_processes_both_stop_when_one_is_terminated(tmp_path):
     """Both stop after the same update; one process restores arrays that two have saved."""
     flags = [*ENDLESS, "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"]
@@ -131,24 +121,29 @@ def test_of_two_processes_both_stop_when_one_is_terminated(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("updates, processes", [(0, 1), (6, 2)])
 def test_a_run_that_hangs_ends_after_a_signal_and_keeps_its_checkpoint(
-    processes, tmp_path, monkeypatch
+    updates, processes, tmp_path, monkeypatch
 ):
-    """Process 0 hangs before update 6; process 1 gets the signal and waits in a collective."""
+    """Process 0 hangs before an update; process 1 gets the signal and waits in a collective.
+
+    A signal to process 0 before the first update ends both at once: nothing is to be saved.
+    """
     monkeypatch.setenv("TOY_STOP_TIMEOUT", "1")
     flags = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"]
     with contextlib.ExitStack() as stack:
         start = lambda *more, **named: stack.enter_context(running(tmp_path, *more, **named))
-        each = [start(*[*flags, "0"] * (processes > 1), updates=6)]
+        each = [start(*[*flags, "0"] * (processes > 1), updates=updates)]
         each += [start(*flags, str(index)) for index in range(1, processes)]
-        wait_for_update(each[0], 5)
-        wait_for((tmp_path / "run/checkpoints/4").exists)
-        each[-1].send_signal(signal.SIGTERM)
+        if updates:
+            wait_for_update(each[0], 5)
+        wait_for((tmp_path / "run" / ("checkpoints/4" if updates else "speed.jsonl")).exists)
+        each[-1 if updates else 0].send_signal(signal.SIGTERM)
         ends = [process.communicate(timeout=60)[1] for process in each]
         assert [process.returncode for process in each] == [75] * processes, ends
-    assert all("the run has not stopped 1 s after a signal" in err for err in ends)
-    assert final_state(tmp_path)[0] == 4
+    why = "the run has not stopped 1 s after a signal" if updates else "before its first update"
+    assert all(why in err for err in ends)
+    assert final_state(tmp_path)[0] == 4 if updates else steps_of(tmp_path) == []
 
 
 def test_stopped_at_an_uneven_step_it_resumes_to_the_same_bits(whole, tmp_path):
@@ -373,14 +368,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     taus = iter([1.0, 3.0, 2.0, 1.5, 2.5, 2.9])
     evaluate = lambda params, frozen: {"simulated_tau": next(taus)}
     config = toy_config(tmp_path, eval_every=2, save_every=2, keep_checkpoints=2)
-
-    def batch(step: int):
-        if step == 9:
-            raise KeyboardInterrupt
-        return placed_batch(step)
-
     with pytest.raises(KeyboardInterrupt):
-        loop.fit(toy_job(config, batch=batch, evaluate=evaluate), None)
+        loop.fit(toy_job(config, batch=cut_at(9), evaluate=evaluate), None)
     assert steps_of(tmp_path) == ["4", "6", "8"]
     loop.fit(toy_job(config, evaluate=evaluate), None)  # the resumed run still has the tau of 4
     assert steps_of(tmp_path) == ["10", "12", "4"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -14,10 +15,11 @@ import numpy as np
 import pytest
 
 from moa_jax.training import metrics
+from moa_jax.training.checkpoint import run_id
 from tests.model_folders import refusal
-from tests.train.toy_run import placed_batch, steps_of, toy_config, toy_job
-from train.run.loop import fit
-from train.run.start import describe
+from tests.train.toy_run import cut_at, placed_batch, steps_of, toy_config, toy_job
+from train.run import tracker
+from train.run.loop import check, fit
 from train.run.wall_time import WallTime, slow_lines
 
 BAD = 6  # the batch of this step makes the loss NaN: it is update 7
@@ -53,14 +55,8 @@ def test_a_step_that_is_not_finite_stops_the_run(tmp_path):
 def test_a_step_that_is_not_finite_can_be_skipped(tmp_path, capsys):
     """The count of skipped steps survives a resume, which names the earlier devices."""
     config = toy_config(tmp_path, not_finite="skip", save_every=8)
-
-    def batch(step: int) -> Any:
-        if step == 9:
-            raise KeyboardInterrupt
-        return spoilt_batch(step)
-
     with pytest.raises(KeyboardInterrupt):
-        fit(toy_job(config, batch=batch, layout="8 chips"), None)
+        fit(toy_job(config, batch=cut_at(9, spoilt_batch), layout="8 chips"), None)
     fit(toy_job(config, batch=spoilt_batch, layout="4 chips", steps_per_epoch=8), None)
     (record,) = records(tmp_path, kind="not_finite")
     assert record["step"] == 7 and record["loss"] == "nan" and record["skipped"] == 1
@@ -72,16 +68,6 @@ def test_a_step_that_is_not_finite_can_be_skipped(tmp_path, capsys):
     assert "starts at step 0 of 12 on 8 chips; 12 steps left\n" in err
     assert "resumes after step 8 of 12 on 4 chips (before: 8 chips); 4 steps left\n" in err
     assert "1 updates skipped" in err.splitlines()[-1]
-
-
-def test_a_resume_states_the_hours_at_the_speed_since_the_start():
-    def record(kind: str, step: int, time: float) -> dict:
-        return {"kind": kind, "step": step, "time": time, "layout": "8 chips"}
-
-    earlier = [record("speed", 90, 1.0), record("start", 90, 5.0)]
-    earlier += [record("speed", step, 10.0 * step) for step in (100, 110, 120)]
-    line = describe(120, 1200, "8 chips", earlier, is_resumed=True)
-    assert line.endswith("; 1080 steps left, about 3.0 h at the speed so far")
 
 
 # ---- figures ------------------------------------------------------------------------------
@@ -139,13 +125,81 @@ def test_tensorboard_gets_every_loss(tmp_path, monkeypatch):
         writer.add_scalar.assert_any_call("train/loss", record["loss"], record["step"])
 
 
+STAND_IN = """
+import functools, json, os, time
+
+def call(kind, /, *given, **named):
+    with open(os.environ["CALLS"], "a") as file:
+        print(json.dumps([kind, given, named]), file=file)
+    if os.environ["FAULT"] == f"{kind} hangs": time.sleep(600)
+    if os.environ["FAULT"] == f"{kind} raises": raise ConnectionError("no route\\nto host")
+
+init, log, finish = (functools.partial(call, kind) for kind in ("init", "log", "finish"))
+"""
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """Puts stand-ins of the packages on the path, and returns a function with their calls."""
+    for name in ("wandb", "trackio"):
+        (tmp_path / f"{name}.py").write_text(STAND_IN)
+    for name, value in {"PYTHONPATH": tmp_path, "CALLS": tmp_path / "calls", "FAULT": ""}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.syspath_prepend(tmp_path)
+    return lambda: [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_resumed_run_goes_on_in_the_same_run_of_a_tracker(tmp_path, calls, package):
+    """trackio.init has no parameter `id`."""
+    config = toy_config(tmp_path, tracker=package)
+    batch = lambda step: placed_batch(step) if step < 9 else sys.exit("killed")
+    with pytest.raises(SystemExit):
+        fit(toy_job(config, batch=batch), None)
+    fit(toy_job(config), None)
+    known = run_id(config)
+    same = {"project": "moa-jax", "name": f"run-{known}", "resume": "allow"}
+    same |= {"id": known} if package == "wandb" else {}
+    began = [named for name, _, named in calls() if name == "init"]
+    assert [each.pop("config")["run.seed"] for each in began] == [0, 0] and began == [same] * 2
+    assert [name for name, *_ in calls()].count("finish") == 2
+    logged = [(named["step"], *given) for _, given, named in calls() if given]
+    losses = {step: data["train/loss"] for step, data in logged if "train/loss" in data}
+    assert losses == {r["step"]: r["loss"] for r in records(tmp_path, kind="train")}
+
+
+FAULTS = {
+    "init raises": "ConnectionError at the start: no route to host; metrics.jsonl has all",
+    "log raises": "ConnectionError: no route to host; metrics.jsonl has all records",
+    "log hangs": r"it did not finish within 0.5 s and was stopped; at least [1-9]\d+ rec",
+    "finish hangs": "it did not finish within 0.5 s and was stopped; ",
+}
+
+
+@pytest.mark.parametrize("fault, says", FAULTS.items())
+def test_a_tracker_that_fails_changes_nothing(tmp_path, calls, monkeypatch, capfd, fault, says):
+    """The pipe holds fewer numbers than the first evaluation has."""
+    monkeypatch.setenv("FAULT", fault)
+    monkeypatch.setattr(tracker, "END_S", 0.5 if "hangs" in fault else 60.0)
+    evaluate = lambda params, frozen: {"agreement": np.arange(5000)}
+    for folder, package in ((tmp_path, "wandb"), (tmp_path / "plain", "none")):
+        fit(toy_job(toy_config(folder, tracker=package), evaluate=evaluate), None)
+    assert records(tmp_path) == records(tmp_path / "plain")
+    assert len(re.findall(f"^run.tracker wandb: {says}", capfd.readouterr().err, re.M)) == 1
+
+
+def test_a_tracker_without_its_package_is_refused(tmp_path, monkeypatch):
+    """The folder that W&B writes has a spec, too."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None))
+    line = refusal(check, toy_config(tmp_path, tracker="wandb"))
+    assert line.endswith("the package wandb is missing; pip install 'moa-jax[wandb]'")
+
+
 def test_prompts_are_decoded_at_checkpoints_and_the_summary_names_the_best(tmp_path, capsys):
     decoded, simulated = iter([1.25, 1.75, 1.5]), iter([1.5, 2.5, 2.0, 2.25])
     evaluate = lambda params, frozen: {"simulated_tau": next(simulated)}
-    job = toy_job(
-        toy_config(tmp_path), evaluate=evaluate, decode=lambda _: {"decoded_tau": next(decoded)}
-    )
-    fit(job, None)
+    decode = lambda _: {"decoded_tau": next(decoded)}
+    fit(toy_job(toy_config(tmp_path), evaluate=evaluate, decode=decode), None)
     found = [(r["step"], r["decoded_tau"]) for r in records(tmp_path, kind="decode")]
     assert found == [(4, 1.25), (8, 1.75), (12, 1.5)]
     err = capsys.readouterr().err
@@ -156,6 +210,14 @@ def test_prompts_are_decoded_at_checkpoints_and_the_summary_names_the_best(tmp_p
     assert last.startswith("12 steps, the last 12 in ")
     assert newest.replace(",", ";") + "; best by decoded_tau 1.75 at step 8" in last
     assert str(tmp_path / "run") in last and str(tmp_path / "final") in last
+
+
+def test_evaluations_multiply_as_updates_do(tmp_path):
+    """Evaluations use float32, also on hardware with a faster, less exact mode."""
+    seen = []
+    evaluate = lambda *_: seen.append(jax.config.jax_default_matmul_precision) or {}
+    fit(toy_job(toy_config(tmp_path), evaluate=evaluate), None)
+    assert seen == ["highest"] * 4
 
 
 def test_a_run_that_begins_anew_keeps_the_log_of_the_one_before(tmp_path):

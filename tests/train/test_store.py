@@ -23,13 +23,11 @@ from moa_jax.config import output_of
 from moa_jax.data import sources
 from moa_jax.files import paths, replace
 from moa_jax.files.paths import place
-from moa_jax.pretrained import load_drafter, load_target
 from moa_jax.training.checkpoint import steps_of
 from moa_jax.training.metrics import read_records
 from tests.model_folders import refusal
-from tests.train.test_training import CONVERSATIONS, changed, distill_config
-from tests.train.toy_run import placed_batch, toy_config, toy_job
-from train import distill, export
+from tests.train.test_training import changed
+from tests.train.toy_run import cut_at, toy_config, toy_job
 from train.run import output
 from train.run.loop import fit
 from train.run.settings import expanded
@@ -65,11 +63,8 @@ def stand_in(patch: pytest.MonkeyPatch, folder: Path) -> None:
     fsspec.register_implementation("gcs", Folder, clobber=True)
     backend.fsspec_backend._get_filesystem.cache_clear()
     patch.setattr(gcs_utils, "is_hierarchical_namespace_enabled", lambda path: False)
-    patch.setattr(
-        gcs_utils,
-        "get_kvstore_for_gcs",
-        lambda path: {"driver": "file", "path": path.replace("gs://", f"{folder}/")},
-    )
+    files = lambda path: {"driver": "file", "path": path.replace("gs://", f"{folder}/")}
+    patch.setattr(gcs_utils, "get_kvstore_for_gcs", files)
 
 
 @pytest.fixture
@@ -87,14 +82,8 @@ def test_a_run_in_a_store_is_that_in_a_folder(store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where no folder of a URL's name may appear
     wanted = trained(toy_config(tmp_path / "beside"))
     config = changed(toy_config(tmp_path), run_directory=RUN)
-
-    def batch(step):
-        if step == 9:
-            raise KeyboardInterrupt
-        return placed_batch(step)
-
     with pytest.raises(KeyboardInterrupt):
-        fit(toy_job(config, batch=batch), None)
+        fit(toy_job(config, batch=cut_at(9)), None)
     assert steps_of(config) == [4, 8]
     (store / "bucket/runs/toy/checkpoints/8/commit_success.txt").unlink()
     assert steps_of(config) == [4]
@@ -139,19 +128,6 @@ def test_a_model_in_a_store_is_complete_with_its_config(store, tmp_path, monkeyp
     line = refusal(output.check_writable, other, overwrite=False)
     assert f"{folder} holds a model that the run in {RUN} wrote; choose another output" in line
     output.check_writable(other, overwrite=True)
-
-
-@pytest.mark.slow
-def test_a_drafter_is_trained_and_exported_in_a_store(store, small_target, tmp_path):
-    """A finished run may write its own folder again."""
-    shutil.copy(CONVERSATIONS, store / "bucket" / "chat.jsonl")
-    paths = ("gs://bucket/chat.jsonl",)
-    config = changed(distill_config(tmp_path, small_target), run_directory=RUN, output=None)
-    config = changed(config, data_train=paths, data_validation=paths)
-    assert distill.distill(config) and distill.distill(config)
-    export.export(changed(config, output=f"{RUN}/step_12"), 12)
-    for name in ("final", "step_12"):
-        load_drafter(store / "bucket/runs/toy" / name, load_target(small_target))
 
 
 def test_data_is_read_from_a_store(store):

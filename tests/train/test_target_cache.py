@@ -13,7 +13,7 @@ import pytest
 
 from infer.cli.program import progress
 from infer.info import ROOT
-from moa_jax.config import Eagle3Config, EagleConfig, FeedbackConfig, GlideConfig, MoaConfig
+from moa_jax.config import Eagle3Config, FeedbackConfig, MoaConfig
 from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches
 from moa_jax.pretrained import describe_target
@@ -32,9 +32,7 @@ MADE_FROM = {"target": "t", "data": "d", "rows": 5, "row_length": 3, "dtype": "f
 
 DRAFTERS = {
     "moa": (MoaConfig(1, 24, 1, 24, 1, 16, 1), FeedbackConfig()),
-    "eagle": (EagleConfig(1, 24), FeedbackConfig(noise=0.2)),
     "eagle3": (Eagle3Config(1, 24, tapped_layers=(0, 1, 1)), FeedbackConfig(steps=2)),
-    "glide": (GlideConfig(1, 24), FeedbackConfig()),
 }
 
 
@@ -53,9 +51,8 @@ def assert_same_runs(folder: Path, target: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", DRAFTERS)
-def test_a_run_with_a_cache_is_the_same_run(small_target, tmp_path, kind, capsys):
-    assert_same_runs(tmp_path, small_target, kind)
+def test_a_run_with_a_cache_is_the_same_run(small_target, tmp_path, capsys):
+    assert_same_runs(tmp_path, small_target, "eagle3")
     assert "GB to write: " in capsys.readouterr().err
 
 
@@ -85,17 +82,6 @@ def cache_in(folder: Path, kinds=KINDS, **changes) -> TargetCache:
 def build(cache: TargetCache, keep=keep) -> TargetCache:
     cache.build(keep, 2, lambda *told: progress(*told, quiet=True))
     return cache
-
-
-def test_rows_are_read_as_they_were_kept(tmp_path):
-    cache = build(cache_in(tmp_path / "new" / "cache", MORE))
-    number_B = np.array([4, 0, 3])
-    found = cache.parts(list(MORE), number_B)
-    assert {name: part.dtype for name, part in found.items()} == {
-        name: kind.dtype for name, kind in MORE.items()
-    }
-    jax.tree.map(np.testing.assert_array_equal, found, keep(number_B))
-    assert not cache.missing() and list(cache.parts(["last"], number_B)) == ["last"]
 
 
 def test_existing_rows_are_not_computed_again_and_missing_rows_are_added(tmp_path):

@@ -45,16 +45,12 @@ VOCAB, WIDTH, LENGTH, ROWS = 16, 64, 8, 4
 def toy_config(folder: Path | str, **run_settings: Any) -> PretrainConfig:
     """Returns twelve steps, a save every fourth, an evaluation every third."""
     settings = {"log_every": 2, "eval_every": 3, "save_every": 4} | run_settings
-    return PretrainConfig(
-        target=TargetConfig(
-            "llama", VOCAB, 1, BlockConfig(4, 1, 1, 4, 4, 1e-5, 1e4, None), True, 8
-        ),
-        data=DataConfig(("none",), ("none",), LENGTH, LENGTH, ROWS),
-        optim=OptimConfig(1e-2, warmup_steps=2, decay_steps=4, peak=2.0, total_steps=12),
-        run=RunConfig(str(Path(folder) / "run"), **settings),
-        tokenizer="none",
-        output=str(Path(folder) / "final"),
-    )
+    block, folder = BlockConfig(4, 1, 1, 4, 4, 1e-5, 1e4, None), Path(folder)
+    target = TargetConfig("llama", VOCAB, 1, block, True, 8)
+    data = DataConfig(("none",), ("none",), LENGTH, LENGTH, ROWS)
+    optim = OptimConfig(1e-2, warmup_steps=2, decay_steps=4, peak=2.0, total_steps=12)
+    run = RunConfig(str(folder / "run"), **settings)
+    return PretrainConfig(target, data, optim, run, tokenizer="none", output=str(folder / "final"))
 
 
 def toy_batch(step: int) -> Batch:
@@ -77,6 +73,17 @@ def placed(array: Any) -> jax.Array:
 
 def placed_batch(step: int) -> Batch:
     return jax.tree.map(placed, toy_batch(step))
+
+
+def cut_at(step: int, batch_of: Any = placed_batch) -> Any:
+    """Returns a `batch` of a job that is interrupted before this step."""
+
+    def batch(index: int) -> Batch:
+        if index == step:
+            raise KeyboardInterrupt
+        return batch_of(index)
+
+    return batch
 
 
 def toy_loss(params: Any, frozen: Any, batch: Batch, key: Any, progress: Any) -> Any:

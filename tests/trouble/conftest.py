@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
@@ -45,17 +46,14 @@ def served(tmp_path) -> Callable[..., contextlib.AbstractContextManager]:
     """Starts a server with redirected streams; returns its address without /v1, and its process."""
 
     @contextlib.contextmanager
-    def served(
-        name: str, *flags: object, streams: str = "2>/dev/null"
-    ) -> Iterator[tuple[str, subprocess.Popen]]:
+    def served(name: str, *flags: object, streams="2>/dev/null") -> Iterator[tuple[str, Popen]]:
         ready = tmp_path / f"{name}.json"
         words = [sys.executable, "-m", name, "--port", 0, "--ready-file", ready, *flags]
         command = f"exec {shlex.join(map(str, words))} {streams}"
-        process = subprocess.Popen(["bash", "-c", command], cwd=ROOT)
+        process = Popen(["bash", "-c", command], cwd=ROOT)
         try:
-            wait_for(lambda: ready.exists() or process.poll() is not None, 120)
-            found = json.loads(ready.read_text())
-            yield f"http://127.0.0.1:{found['port']}", process
+            wait_for(lambda: ready.exists() or process.poll() is not None, 300)
+            yield f"http://127.0.0.1:{json.loads(ready.read_text())['port']}", process
         finally:
             process.kill()
             process.wait()

@@ -17,6 +17,7 @@ def session(saved) -> Session:
     return Session(target, load_drafter(folder / "draft", target))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [np.array, jnp.array, torch.tensor, tuple, list])
 def test_prompts_are_arrays_of_any_library(session, kind):
     (own,) = session.generate([[5, 6, 7]], 6)
@@ -52,6 +53,7 @@ def test_invalid_prompts_lengths_and_stops_are_one_line(session, given, says):
     assert "\n" not in str(error.value) and len(str(error.value)) < 150
 
 
+@pytest.mark.slow
 def test_a_seed_of_minus_1_is_drawn_at_each_call(run, saved):
     flags = ["--target", saved / "llama" / "target", "--mode", "plain", "--prompt-ids", "5,6"]
     flags += ["--max-new-tokens", 12, "--temperature", 1, "--json", "--seed"]

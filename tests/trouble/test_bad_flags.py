@@ -19,10 +19,14 @@ PLAN = "--shape meta-llama/Meta-Llama-3-8B-Instruct"
 RANDOM = "--random-weights configs/tiny.py"
 RUN, WS = "--config configs/tiny.py", "--connect ws://127.0.0.1:1/"
 WSS = WS.replace("ws:", "wss:")
-CORPUS = "--prompts tests/data/conversations.jsonl"
+TALKS = "moa_jax/demo/conversations.jsonl"
+VOCABULARY = f"{TARGET} --corpus {TALKS} --size 9 --output TMP/v"
+ANSWERS = f"{TARGET} --prompts {TALKS} --output TMP/new --max-prompt 20"
+PLACE = "--prompt x --processes 2 --coordinator"
 MESH, MESH_LINE = "--mesh tensor=64", "mesh tensor=64,data=1 needs 64 devices, and there is one;"
 WHOLE = "is not a whole number of at least 1"
 STORE = "s3:// is no store that is known; use gs://, or mount it"
+GS, URL = "--output gs://bucket/x", "argument --output: gs://bucket/x is a URL, and files are"
 
 # Of each program: flags, and the beginning of the line.
 BAD: dict[str, dict[str, str]] = {
@@ -36,8 +40,8 @@ BAD: dict[str, dict[str, str]] = {
         f"{ASK} --max-new-tokens 500": "prompt 0 has 1 tokens and 500 are to follow, but the",
         f"{ASK} --max-new-tokens 0": f"argument --max-new-tokens: '0' {WHOLE}",
         f"{ASK} --depth 65": "depth is 65; choose at most 64",
+        f"{ASK} --dept 3": "unrecognized arguments: --dept 3; see --help",
         f"{ASK} --temperature -1": "temperature is -1.0; choose from 0.0 to",
-        f"{ASK} --top-p 1.5": "top_p is 1.5; choose above 0 and at most 1",
         f"{ASK} --seed {2**32}": "argument --seed: seed is 4294967296; choose a whole number",
         f"{ASK} --stop-ids -1": "--stop-ids names the id -1, outside the target's vocabulary of",
         f"{ASK} --breadth 3": "--breadth describes a tree; use it with --mode tree",
@@ -47,12 +51,19 @@ BAD: dict[str, dict[str, str]] = {
         f"""{VLLM} '{{"draft_k": 3}}'""": "--speculative-config: draft_k has no meaning here;",
         f"""{VLLM} '{{"model": "x"}}' --draft y""": "--speculative-config states model; leave",
         f"{TARGET} --method moa": "--method moa describes a drafter; name it with --draft",
+        "--distributed --prompt x": "--distributed: no launcher says where the other processes are",
+        "--process 1 --prompt x": "--coordinator, --processes and --process go together; give all",
+        f"{PLACE} localhost --process 0": "--coordinator localhost; write HOST:PORT, as in",
+        f"{PLACE} host:99999 --process 0": "--coordinator host:99999; write HOST:PORT",
+        f"{PLACE} host:1 --process 2": "--process 2; choose from 0 to 1",
         f"--pair demo {TARGET}": "--pair demo and --target TMP/target; leave one of them out",
     },
     "infer.bench": {
         "--modes plain,trees": "--modes plain,trees; choose from plain, chain, tree, auto",
         f"{RANDOM} --target t": "--random-weights needs no files; leave out --target and --draft",
         "--draft d": "--draft without --target: a drafter belongs to one target; name both",
+        "--compare vllm": "--compare vllm: vllm is missing; pip install it into another",
+        "--peer-python python": "--peer-python runs --compare; add it",
         "--serve --rates 1,fast": "argument --rates: 'fast' is not a number above 0; see --help",
         "--serve --split": "--split and --serve are two benchmarks; choose one of them",
         "--split --profiles 6g": "--profiles 6g; choose from loopback, wired, 5g, 4g, far",
@@ -63,11 +74,12 @@ BAD: dict[str, dict[str, str]] = {
     },
     "infer.evaluate": {
         "--suite nothing": "--suite nothing: no such set or file; choose from demo, paper",
+        f"{TARGET} {GS}": URL,
     },
     "infer.convert": {
         f"{TARGET} --output TMP/new --to ours": "--to describes a drafter; name it with --draft",
-        f"{TARGET} --output TMP/new --for-client": "--for-client describes a drafter; name it",
         f"{TARGET} --output TMP/draft": "TMP/draft exists already; choose another or add",
+        f"{TARGET} {GS}": URL,
     },
     "infer.serve": {
         "--host 0.0.0.0": "--host 0.0.0.0 lets other machines in; give --api-key-file, or --open",
@@ -82,12 +94,14 @@ BAD: dict[str, dict[str, str]] = {
         "--port 0 --mode plain --max-prompt 5000": "--max-prompt 5000: prompts of at most 1023 to",
         "--port 0 --mode plain --max-tokens 1": "max_tokens is 1; choose from 2 to 1024, the",
         f"--port 0 {MESH}": MESH_LINE,
+        "--port 0 --mode plain --chat-template TMP/jinja": "--chat-template is not Jinja (unexp",
+        """--port 0 --default-chat-template-kwargs '{"tools": 1}'""": "--default-chat-template-kw",
     },
     "infer.server": {
         "--host 0.0.0.0": "--host 0.0.0.0 lets other machines in; give --token-file, or --open",
         "--token-file TMP/empty": "TMP/empty: a token is one word of printable ASCII; write one",
-        "--token-file TMP/words": "TMP/words: a token is one word of printable ASCII; write one",
         "--chunk 5000": "--chunk 5000: clients take at most 4096 at once; lower it",
+        f"--port 0 {MESH}": MESH_LINE,
         "--warm 1,9 --max-nodes 7": "--warm 9: drafts have at most 8 nodes with the root; lower it",
         """--speculative-config '{"num_speculative_tokens": 3}'""": "--speculative-config: num_",
         "--host nowhere.invalid --open": "--host nowhere.invalid: Name or service not known;",
@@ -107,26 +121,46 @@ BAD: dict[str, dict[str, str]] = {
         f"{PLAN} --topology h200:8": "topology h200:8 has 8 devices, and decoding uses 1; name a",
     },
     "train.distill": {
-        "--config TMP/none.py": "no such config file: TMP/none.py; see the folder configs/",
+        "--config TMP/none.py": "no such config file: TMP/none.py; see the folder ",
         f"{RUN} --run.sed 3": "no such setting: --run.sed; replace 'sed' by one of directory, log",
         f"{RUN} --run.seed -1": "seed is -1; choose a whole number of at least 0",
+        f"{RUN} --optim.total_steps many": "--optim.total_steps: 'many'; write a value of type int",
+        f"{RUN} --optim.total_steps": "--optim.total_steps; give it a value, as in --optim.total_",
+        f"{RUN} --data.answers all": "--data.answers: 'all'; choose from turns, reference",
+        f"{RUN} --target.size 3": "--target.size: 'target' is not a group; write --target VALUE",
+        f"{RUN} 7": "7 is not an override; write one such as --optim.total_steps 20",
+        f"{RUN} --data.cache gs://bucket/x": "data.cache: gs://bucket/x is a URL, and files are",
         f"{RUN} --output s3://bucket/x": f"s3://bucket/x: {STORE}",
     },
     "train.pretrain": {RUN: "configs/tiny.py defines a DistillConfig named `config`; name a file"},
     "train.regenerate": {
         "--prompts x --output y --shard 8/8": "argument --shard: '8/8' is no shard; write 0/8",
-        f"{TARGET} {CORPUS} --output TMP/new --max-prompt 20 {MESH}": MESH_LINE,
+        f"{TARGET} --prompts x {GS}": URL,
+        f"{ANSWERS} {MESH}": MESH_LINE,
+        f"{ANSWERS}999": "--max-prompt 20999 and --max-new-tokens",
+        f"{ANSWERS} --limit 5 --shard 5/9": f"{TALKS}: no records of any source in shard 5/9; name",
+        f"{ANSWERS} --sources z": f"{TALKS}: no records of z there; name others",
+        f"{ANSWERS} --model m": "--model is for --endpoint only; leave it out",
+        f"{ANSWERS} --endpoint http://h --draft d": "--draft is not for --endpoint; leave it out",
     },
-    "train.export": {f"{RUN} --output s3://bucket/x": f"s3://bucket/x: {STORE}"},
+    "train.corpus": {"--records c --output c --sources a=0": f"argument --sources: '0' {WHOLE}"},
     "train.plot": {
         "TMP --output c.png": "TMP: has no metrics.jsonl of a run; name a run.directory",
+        f"TMP {GS}": URL,
     },
     "train.vocabulary": {
-        f"{TARGET} --corpus c --size 0 --output TMP/v": f"argument --size: '0' {WHOLE}",
+        f"{TARGET} --corpus c --size 1 {GS}": URL,
+        f"{TARGET} --corpus c --size 1 --output TMP/words": "TMP/words exists already; remove it",
+        f"{TARGET} --corpus c --size 301 --output TMP/v": "a draft vocabulary of 301: the target",
+        f"{VOCABULARY} --sources z": f"{TALKS}: no records of z; name another",
+        f"{TARGET} --corpus TMP/ids.jsonl --size 9 --output TMP/v": "TMP/ids.jsonl: none of 1 rec",
         f"{TARGET} --corpus TMP/half --size 9 --output TMP/v": "TMP/half/b.jsonl.partial cannot be",
     },
     "train.plan": {f"{RUN} --topology h100:x": "unknown topology 'h100:x'; name sides or GPUs of"},
-    "infer.peers.unpickle": {"TMP TMP/new": "TMP holds no pytorch_model*.bin; name the folder"},
+    "infer.peers.unpickle": {
+        "TMP TMP/new": "TMP holds no pytorch_model*.bin; name the folder",
+        "TMP gs://bucket/x": "argument NEW_FOLDER: gs://bucket/x is a URL, and files are written",
+    },
 }
 
 
@@ -143,6 +177,7 @@ def folder(tmp_path_factory) -> Path:
         file.rename(folder / "target" / file.name)
     (folder / "half").mkdir()
     (folder / "half" / "b.jsonl.partial").write_text('{"text": "a"}\n')
+    (folder / "jinja").write_text("{{ messages }")
     (folder / "words").write_text("two words\n")
     (folder / "ids.jsonl").write_text('{"prompt_ids": [1, "x"]}\n')
     (folder / "empty").write_text("\n")
@@ -153,6 +188,7 @@ def folder(tmp_path_factory) -> Path:
     "program, flags, line", [(name, *case) for name, cases in BAD.items() for case in cases.items()]
 )
 def test_bad_flags_are_one_line(run, folder, monkeypatch, program, flags, line):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setattr(decoding, "plan", None)  # nothing is compiled before flags are read
     done = run(program, *shlex.split(flags.replace("TMP", str(folder))))
     said = done.refusal().replace(str(folder), "TMP")

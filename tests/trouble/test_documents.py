@@ -1,15 +1,10 @@
 """A run of many answers that is interrupted keeps its output, reports it, and can resume."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from infer.info import ROOT
 from moa_jax import Result, Session
 
 
@@ -28,8 +23,7 @@ def without_a_model(monkeypatch):
 def flags(saved, tmp_path) -> list[object]:
     """Returns flags of six prompts for a small target, in plain decoding."""
     file = tmp_path / "prompts.jsonl"
-    prompts = [[5 + i, 6, 7] for i in range(6)]
-    file.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in prompts))
+    file.write_text("".join(f'{{"prompt_ids": [{5 + i}, 6, 7]}}\n' for i in range(6)))
     target = ["--target", saved / "llama" / "target", "--mode", "plain"]
     return [*target, "--prompts", file, "--max-new-tokens", 5]
 
@@ -67,8 +61,7 @@ def test_an_interrupted_document_has_the_answers_so_far(run, flags, cut_run, tmp
     assert tokens_of(found) == tokens_of(whole)[:4] and found["settings"] == whole["settings"]
     assert found["cut"] == {"by": "SIGINT", "done": 4, "of": 6}
     assert json.loads(cut_run(0, "infer.generate", *flags, "--json").out)["results"] == []
-    file = tmp_path / "saved.json"
-    file.write_text(done.out)
+    (file := tmp_path / "saved.json").write_text(done.out)
     assert run("infer.generate", *flags, "--output", file).code == 0
     assert tokens_of(json.loads(file.read_text())) == tokens_of(whole)
 
@@ -93,22 +86,11 @@ def test_a_truncated_file_is_resumed(run, flags, cut_run, tmp_path):
     assert "answers other prompts" in run("infer.generate", *to_file).refusal()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
-def test_an_output_cut_by_a_signal_can_be_read(flags, number):
-    """After SIGTERM the output is whole JSON; after a kill, `]}` completes the output."""
-    slow = "import time; from moa_jax import Session; generate = Session.generate\n"
-    slow += "Session.generate = lambda *a, **k: time.sleep(0.5) or generate(*a, **k)\n"
-    slow += "from infer.cli.program import run; from infer.generate import main; run(main)"
-    command = [sys.executable, "-c", slow, *map(str, flags), "--json"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
-        text = b""
-        while text.count(b'"prompt_ids"') < 2:
-            text += os.read(process.stdout.fileno(), 1 << 16)
-        process.send_signal(number)
-        text = (text + process.stdout.read()).decode()
-    if number == signal.SIGTERM:
-        assert process.returncode == 143
-        assert json.loads(text)["cut"]["by"] == "SIGTERM"
-    else:
-        assert len(json.loads(text + "]}")["results"]) >= 2
+def test_auto_measures_the_costs_of_a_batch_that_repeats(run, flags, monkeypatch):
+    found: list[int] = []
+    seconds = lambda self, batch, *_: found.append(batch) or 1e-3
+    monkeypatch.setattr(Session, "seconds_of_a_round", seconds)
+    monkeypatch.setattr("infer.cli.flags.auto.folder", lambda: None)
+    for batch in (1, 2, 6):  # of six prompts
+        assert run("infer.generate", *flags, "--mode", "auto", "--json", "--batch", batch).code == 0
+    assert {*found} == {2}

@@ -17,6 +17,7 @@ from tests.model_folders import edit_json, edit_tensors, tensors_of
 
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
 DRAFT_WEIGHT = "cross_attention.mlp.down_proj.weight"
+OVERFLOW = "hold NaN or infinity: the target's activations overflow in float32"
 PROMPT = ("--prompt-ids", "5,6,7", "--max-new-tokens", "6")
 
 
@@ -41,10 +42,7 @@ def models(pair: Path) -> tuple[object, ...]:
     [
         ("target", WEIGHT, nan_at(0, 3), "plain", f"after 3 tokens hold NaN or infinity: {WEIGHT}"),
         ("target", "lm_head.weight", nan_at(40, 0), "plain", "NaN or infinity: lm_head.weight"),
-        (
-            *("target", "model.norm.weight", lambda tensor: tensor.fill(3e38), "plain"),
-            "hold NaN or infinity: the target's activations overflow in float32",
-        ),
+        ("target", "model.norm.weight", lambda tensor: tensor.fill(3e38), "plain", OVERFLOW),
         ("draft", DRAFT_WEIGHT, nan_at(2, 3), "chain", f"{DRAFT_WEIGHT} holds 1 NaN or infinite"),
     ],
 )
@@ -53,6 +51,7 @@ def test_numbers_that_are_not_finite_are_named(run, pair, model, name, change, m
     assert says in run("infer.generate", *models(pair), *PROMPT, "--mode", mode).refusal()
 
 
+@pytest.mark.slow
 def test_nan_after_some_tokens_is_named(run, pair):
     flags = (*models(pair), *PROMPT, "--mode", "chain", "--depth", "2", "--json")
     (healthy,) = json.loads(run("infer.generate", *flags).out)["results"]
@@ -63,17 +62,11 @@ def test_nan_after_some_tokens_is_named(run, pair):
     assert f"after {3 + place + 1} tokens hold NaN" in line and "embed_tokens" in line
 
 
-@pytest.fixture
-def broken(tmp_path) -> Path:
-    """Returns the bundled target with one NaN."""
-    shutil.copytree(DEMO / "target", tmp_path / "target")
-    damage(tmp_path / "target", WEIGHT, nan_at(0, 3))
-    return tmp_path / "target"
-
-
-def test_eight_bits_do_not_hide_nan(run, broken):
+def test_eight_bits_do_not_hide_nan(run, tmp_path):
     """XLA's maximum on CPUs ignores NaN in matrices that are not small."""
-    flags = ("--target", broken, *PROMPT, "--mode", "plain", "--weights", "int8")
+    target = shutil.copytree(DEMO / "target", tmp_path / "target")
+    damage(target, WEIGHT, nan_at(0, 3))
+    flags = ("--target", target, *PROMPT, "--mode", "plain", "--weights", "int8")
     assert f"{WEIGHT} holds values that are not finite" in run("infer.generate", *flags).refusal()
 
 
@@ -94,9 +87,8 @@ def test_documents_hold_no_words_that_json_lacks(run, pair):
     flags += ("--mode", "plain", "--logit-bias", "9:-inf")
     text = run("infer.generate", *models(pair), *flags).out
     assert "NaN" not in text and "Infinity" not in text
-    document = json.loads(text)
-    assert document["results"][0]["tau"] is None
-    assert document["settings"]["logit_bias"] == [[9, None]]
+    found = json.loads(text)
+    assert (found["results"][0]["tau"], found["settings"]["logit_bias"]) == (None, [[9, None]])
 
 
 # ---- servers, and data of one's own ---------------------------------------------------------
@@ -127,12 +119,3 @@ def test_a_server_answers_with_an_error_and_continues(small_target, served, tmp_
         assert ask(GOOD).json()["choices"][0]["text"] == before
         assert ask([*BAD[:2], 11]).status_code == 200  # it starts like the bad request
         assert httpx.get(f"{url}/health").status_code == 200
-
-
-@pytest.mark.slow
-def test_regenerate_names_nan(run, broken, tmp_path):
-    data, out = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
-    data.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello."}]}) + "\n")
-    flags = ("--prompts", data, "--output", out, "--max-new-tokens", "4", "--max-prompt", "64")
-    line = run("train.regenerate", "--target", broken, *flags).refusal()
-    assert f"hold NaN or infinity: {WEIGHT}" in line and not out.exists()

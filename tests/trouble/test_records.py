@@ -11,7 +11,10 @@ import pytest
 
 from infer.cli.flags.pair import DEMO
 from infer.info import ROOT
+from moa_jax import Result, Session
 from moa_jax.data.tokenizer import load_tokenizer
+from tests.data.test_chat import TALK as TOOL_TALK
+from tests.data.test_chat import TOOL_TEMPLATES
 from tests.train.fake_endpoint import FakeEndpoint, served
 
 TARGET = DEMO / "target"
@@ -54,8 +57,10 @@ def data_lines(run, tmp_path):
 
 
 @pytest.fixture
-def prompts_of(run):
+def prompts_of(run, monkeypatch):
     """Returns the ids of the prompts that infer.generate reads from a file, and its stderr."""
+    answer = lambda ids: Result(ids, [1], "length", [], 0.1, 0.1, [])
+    monkeypatch.setattr(Session, "generate", lambda self, prompts, *_: [*map(answer, prompts)])
 
     def prompts(file: Path) -> tuple[list[list[int]], str]:
         flags = ("--prompts", file, "--json", "--mode", "plain", "--max-new-tokens", 1)
@@ -146,12 +151,37 @@ def test_content_in_parts_is_its_text(prompts_of, answers_of, run, tmp_path):
     assert "line 1: a content part of type 'image_url'" in line
 
 
+def templated(place: Path, template: str) -> Path:
+    """Returns a copy of the bundled target with another chat template."""
+    shutil.copytree(TARGET, place)
+    path = place / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return place
+
+
+def test_turns_of_tools_stay_and_reach_the_template(answers_of, data_lines, tmp_path):
+    """All but calls and replies is answered anew; a template that ignores tools is named."""
+    rest = {"tools": [{"name": "look"}], "chat_template_kwargs": {"mood": "calm"}}
+    target = templated(tmp_path / "target", TOOL_TEMPLATES["thoughts"][0])
+    file = write(tmp_path / "a.jsonl", {"messages": TOOL_TALK} | rest, {"messages": HELLO} | rest)
+    records, notes = answers_of(file, target)
+    assert "not read" not in notes and [len(each["answers"]) for each in records] == [2, 1]
+    assert all(each[key] == rest[key] for each in records for key in rest)
+    assert [m["role"] for m in records[0]["messages"]] == [m["role"] for m in TOOL_TALK]
+    text = load_tokenizer(target).decode(records[0]["answers"][1]["prompt_ids"])
+    assert text.startswith('[{"name": "look"}]calm<|begin|>system\nBe brief.<|end|>')
+    assert '<call>{"city": "Rome"}<|end|>\n<|begin|>tool\ndry<|end|>' in text
+    (line,) = data_lines(write(tmp_path / "b.jsonl", *records), "--target", target)
+    assert line.startswith("data: 2 conversations, 0 dropped")
+    (tmp_path / "answers.jsonl").unlink()
+    records, notes = answers_of(file)
+    assert len(records) == 1 and "left out: the chat template writes no tool calls" in notes
+    assert "`chat_template_kwargs.mood` (2), `tools` (2), `reasoning_content` (1)" in notes
+
+
 def test_rows_without_decoded_tokens_are_counted(data_lines, tmp_path):
     """The template removes thoughts from answers; a record with ids is not rendered."""
-    target = tmp_path / "target"
-    shutil.copytree(TARGET, target)
-    path = target / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": R1}))
+    target = templated(tmp_path / "target", R1)
     records = [{"messages": TALK}] * 3 + [{"prompt_ids": [1, 9], "token_ids": [7, 4]}]
     *_, notes = data_lines(write(tmp_path / "a.jsonl", *records), "--target", target)
     assert notes.startswith("3 of 4 rows (75%)") and "chat template" in notes
@@ -200,16 +230,3 @@ def test_one_bad_record_ends_no_regeneration(answers_of, wide, tmp_path):
     assert sum(int(line.split()[0]) for line in left_out) == len(BAD)
     new = "1 of 12 conversations left out: ids outside the vocabulary"
     assert any(line.startswith(new) and f"{file} line 2)" in line for line in left_out)
-
-
-@pytest.mark.slow
-def test_one_bad_record_ends_no_evaluation(run, wide, tmp_path):
-    file = write(tmp_path / "a.jsonl", GOOD, BAD[0], GOOD, BAD[1])
-    flags = ("--target", wide, "--max-new-tokens", 16, "--json", "--output", tmp_path / "out")
-    done = run("infer.evaluate", "--conversations", file, *flags)
-    assert done.code == 0 and "1 of 4 records left out: a message with role 'robot'" in done.err
-    (skipped,) = json.loads(done.out)["skipped"]
-    assert skipped["question_id"] == 2 and "outside the vocabulary" in skipped["why"]
-    bad = write(tmp_path / "b.jsonl", *BAD[1:])
-    line = run("infer.evaluate", "--conversations", bad, *flags[:4]).refusal()
-    assert "none of 5 records" in line and "(first: " in line

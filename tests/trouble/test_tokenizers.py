@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from moa_jax.pretrained import describe_target
+from tests.conftest import slow
 from tests.model_folders import edit_json, edit_tensors, tensors_of
 
 VOCAB = 101  # of the target in `pair`
 WORDS = [f"w{index}" for index in range(VOCAB)]
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' ~ m['role'] ~ '\n' ~ m['content'] ~ '<|im_end|>\n' }}"
-    "{% endfor %}"
-)
+CHATML = "{{ '<|im_start|>' ~ m['role'] ~ '\n' ~ m['content'] ~ '<|im_end|>\n' }}"
+CHATML = "{% for m in messages %}" + CHATML + "{% endfor %}"
 PROMPT = ("--prompt-ids", "5,17,3", "--mode", "plain", "--max-new-tokens", "12", "--json")
 
 
@@ -70,11 +69,7 @@ CHAIN = ("--mode", "chain", "--depth", "3")
 TREE = ("--mode", "tree", "--depth", "3", "--breadth", "2", "--total-tokens", "4")
 
 
-MORE = pytest.param(VOCAB + 11, TREE, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("rows, mode", [(90, CHAIN), MORE])
-@pytest.mark.parametrize("law", [(), pytest.param(SAMPLED, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("rows, mode, law", [(90, CHAIN, ()), slow(VOCAB + 11, TREE, SAMPLED)])
 def test_a_small_model_with_other_rows_drafts(run, target, tmp_path, rows, mode, law):
     """The drafter lacks the target's ids from 90 on (the prompt has 100), or has more ids."""
     flags = ("--draft", resized(target, tmp_path / "draft", rows), "--json", *law)
@@ -83,22 +78,6 @@ def test_a_small_model_with_other_rows_drafts(run, target, tmp_path, rows, mode,
     drafted, _ = answer(run, target, *flags, *mode)
     assert drafted["token_ids"] == plain["token_ids"]
     assert law or drafted["tau"] > 1
-
-
-def test_a_drafter_accepts_its_target_padded_and_with_a_rewritten_tokenizer(
-    run, pair, target, tmp_path
-):
-    stated = ("--target-layer-inference", "0", "--output", tmp_path / "draft")
-    done = run("infer.convert", "--draft", pair / "draft", "--target", target, *stated)
-    assert done.code == 0, done.err
-    padded = resized(target, tmp_path / "padded", VOCAB + 11)
-    tokenizer = json.loads((padded / "tokenizer.json").read_text())
-    (padded / "tokenizer.json").write_text(json.dumps(tokenizer, indent=4))
-    flags = ("--draft", tmp_path / "draft", "--prompt-ids", "5", "--depth", "2", "--json")
-    answer(run, padded, *flags)
-    write_tokenizer(padded, [*WORDS[:40], "w60", *WORDS[41:60], "w40", *WORDS[61:]])
-    line = run("infer.generate", "--target", padded, *flags).refusal()
-    assert "belongs to another target: the vocabulary (ids:sha256) is 101:" in line
 
 
 # ---- ends of turns ------------------------------------------------------------------------
@@ -120,10 +99,11 @@ def test_the_tokenizer_ends_answers(run, target):
     found, _ = answer(run, target, *PROMPT)
     assert (found["token_ids"], found["finish_reason"]) == (ids[: place + 1], "stop")
     write_tokenizer(target, WORDS, (7, 9), chat_template=["x"])
-    line = run("infer.generate", "--target", target, *PROMPT).refusal()
-    assert "cannot load the tokenizer" in line
+    done = run("infer.generate", "--target", target, *PROMPT)
+    assert "cannot load the tokenizer" in done.refusal()
 
 
+@pytest.mark.slow
 def test_an_end_that_cannot_be_written_is_named(run, target):
     first = answer(run, target, *PROMPT)[0]["token_ids"][0]
     write_tokenizer(target, WORDS, (first, 100), eos_token="<|eos|>")

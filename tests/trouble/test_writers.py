@@ -34,8 +34,7 @@ def assert_others_stay(folder: Path) -> None:
 
 def content_of(folder: Path) -> dict[str, bytes]:
     """Returns all files below a folder."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
 def as_float16(pair: Path, output: Path) -> list[object]:
@@ -80,8 +79,7 @@ def test_an_input_is_never_overwritten(run, pair, tmp_path):
         [*model, *draft, "--to", "vllm", "--output", tmp_path / "round" / "draft"],
         [*model, *draft, "--for-client", "--output", pair],
     ):
-        line = run("infer.convert", *flags, "--overwrite").refusal()
-        assert "choose another output" in line
+        assert "choose another output" in run("infer.convert", *flags, "--overwrite").refusal()
         assert content_of(pair) == before and (tmp_path / "link").is_symlink()
 
 
@@ -107,22 +105,15 @@ def test_a_write_that_fails_leaves_the_earlier_model(run, pair, clone, monkeypat
     assert content_of(clone) == before
 
 
-KILL = """
-import os, sys
-from pathlib import Path
-from infer.convert import main
-
-moves, rename = int(sys.argv.pop(1)), Path.rename
-
-def killed(self, to):
-    global moves
-    moves -= 1
-    if moves < 0:
-        os.kill(os.getpid(), 9)
-    return rename(self, to)
-
-Path.rename = killed
-main(sys.argv[1:])
+KILL = """if True:
+    import itertools, os, sys
+    from pathlib import Path
+    from infer.convert import main
+    failing, count, rename = int(sys.argv.pop(1)), itertools.count(), Path.rename
+    def move(self, to):
+        return os.kill(os.getpid(), 9) if next(count) == failing else rename(self, to)
+    Path.rename = move
+    main(sys.argv[1:])
 """
 
 
@@ -183,6 +174,7 @@ def train(small_target, tmp_path) -> list[object]:
     return [*flags, "--run.directory", tmp_path / "run", "--optim.total_steps", 1, "--output"]
 
 
+@pytest.mark.slow
 def test_training_into_a_clone_keeps_its_history(run, train, tmp_path):
     clone, link = others_in(tmp_path / "disk"), tmp_path / "link"
     (clone / "config.json").write_text("{}")
@@ -195,14 +187,11 @@ def test_training_into_a_clone_keeps_its_history(run, train, tmp_path):
     assert_others_stay(clone)
 
 
-def test_invalid_outputs_are_refused_before_anything_is_loaded(
-    run, pair, train, tmp_path, monkeypatch
-):
+def test_invalid_outputs_are_refused_before_a_load(run, pair, train, tmp_path, monkeypatch):
     for name in ("infer.convert.load_target", "train.distill.load_tokenizer"):
         monkeypatch.setattr(name, None)
-    file, link = tmp_path / "file", tmp_path / "link"
-    file.write_text("mine")
-    link.symlink_to(tmp_path / "unmounted" / "disk")
+    (file := tmp_path / "file").write_text("mine")
+    (link := tmp_path / "link").symlink_to(tmp_path / "unmounted" / "disk")
     both = ["--target", pair / "target", "--draft", pair / "draft"]
     for output, why in ((file, "is a file"), (link, "is a dangling link to ")):
         for command in (

@@ -7,7 +7,8 @@ Every run:
     stop.py        signals that end a run     run_logger.py    progress line, logs, summary
     warm_start.py  weights of an earlier run  target_cache.py  the target's activations, on disk
     decoding.py    decoded tau in training    draft_vocabulary.py  the run's most frequent tokens
-    wall_time.py   goodput, and slow hosts
+    wall_time.py   goodput, and slow hosts    tracker.py       W&B or trackio beside the logs
+    model_card.py  the training section of a drafter's card
 
 Answers of the target, for train.regenerate:
 

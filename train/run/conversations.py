@@ -1,6 +1,7 @@
 """Conversations whose answers the target regenerates, turn by turn.
 
-A conversation becomes a JSON line with its messages and the ids per answer:
+Messages of tools and the calls before them stay as they are. A conversation becomes a JSON line
+with its messages, its `tools` and `chat_template_kwargs` if any, and the ids per answer:
 
     {"messages": [...], "answers": [{"prompt_ids": [...], "token_ids": [...],
                                      "finish_reason": "stop"}, ...]}
@@ -13,14 +14,14 @@ tokens that the target generated, stop token included. An answer cut at the limi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from moa_jax.config import Sampling
 from moa_jax.data import chat, sources
-from moa_jax.data.records import Message, answer_places, messages_of
+from moa_jax.data.records import FOR_TEMPLATE, Message, generated_places, read_record
 from moa_jax.errors import InputError
 from moa_jax.files.json_text import to_json
 from train.run.answers import Answers, TargetAnswer, TargetQuestion, TargetRefusal
@@ -51,6 +52,7 @@ class Conversation:
         self.fault = "a record without a user message; give it one"  # why no answer follows
         self._answers: list[dict[str, Any]] = []
         self._asked: list[Message] = []
+        self._template_kwargs: Mapping[str, Any] = {}
         self._turns = self._messages()
 
     def ask(self) -> None:
@@ -91,25 +93,33 @@ class Conversation:
         """The JSON line of the conversation, None if it has no answer."""
         if not self._answers:
             return None
-        whole = {"messages": self.messages, "answers": self._answers}
+        kept = {key: self.record[key] for key in FOR_TEMPLATE if self.record.get(key)}
+        whole = {"messages": self.messages, "answers": self._answers, **kept}
         # Text past the end of an answer is not a message, so the answer is written alone.
         written = self._answers[0] if self.rules.ignore_stop else whole
         about = {key: self.record.get(key) for key in ("source", "license")}
-        kept = {key: value for key, value in about.items() if isinstance(value, str | int)}
-        return to_json(written | kept, ensure_ascii=False)
+        about = {key: value for key, value in about.items() if isinstance(value, str | int)}
+        return to_json(written | about, ensure_ascii=False)
 
-    def _messages(self) -> Iterator[Message]:
-        messages = messages_of(sources.sound(self.record))  # raises at the first turn
-        answered = answer_places(messages)
-        yield from (message for i, message in enumerate(messages) if i not in answered)
+    def _messages(self) -> Iterator[tuple[Message, bool]]:
+        """The messages that stay, each with whether an answer follows it."""
+        read = read_record(sources.sound(self.record))  # raises at the first turn
+        self._template_kwargs = read.template_kwargs
+        generated = generated_places(read.messages)
+        roles = [message["role"] for message in read.messages] + [""]
+        for i, message in enumerate(read.messages):
+            if i not in generated:
+                stays_next = i + 1 not in generated and roles[i + 1] in ("assistant", "tool")
+                yield message, roles[i] in ("user", "tool") and not stays_next
 
     def _next_prompt(self) -> list[int] | None:
         longest = self.rules.max_prompt
         self._asked = list(self.messages)
-        for message in self._turns:
+        for message, is_answered in self._turns:
             self._asked.append(message)
-            if message["role"] == "user":
-                prompt = chat.prompt_ids(self.rules.tokenizer, self._asked)
+            if is_answered:
+                kwargs = self._template_kwargs
+                prompt = chat.prompt_ids(self.rules.tokenizer, self._asked, kwargs)
                 chat.check_ids(prompt, self.rules.vocab_size)  # a tokenizer may have more ids
                 if len(prompt) > longest:
                     raise InputError(f"a prompt of more than {longest} tokens; raise --max-prompt")

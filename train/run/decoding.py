@@ -16,9 +16,10 @@ from jax.sharding import AxisType, Mesh
 from moa_jax.config import DistillConfig, DraftShape, TargetConfig
 from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches, Mixture
+from moa_jax.decode.draft_vocabulary import DraftVocabulary
 from moa_jax.decode.limits import CacheLimits
 from moa_jax.decode.session import Session
-from moa_jax.decode.state import Weights
+from moa_jax.decode.state import Vocabulary, Weights
 from moa_jax.drafters import DRAFTERS, method_of
 from moa_jax.errors import InputError
 from moa_jax.files.paths import place
@@ -116,7 +117,11 @@ def prompts_to_decode(
 
 
 def make_decode(
-    config: DistillConfig, target: Target, prompts: list[list[int]], mesh: Mesh
+    config: DistillConfig,
+    target: Target,
+    prompts: list[list[int]],
+    mesh: Mesh,
+    vocabulary: DraftVocabulary | None = None,
 ) -> Callable[[Any], dict[str, float]]:
     """(params) -> `decoded_tau` of greedy chains of depth `config.horizon + 1` on these prompts.
 
@@ -130,15 +135,18 @@ def make_decode(
     dtype = target.params["embed"].dtype
     as_target = lambda params: jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     session: Session | None = None
+    head: Vocabulary | None = None  # of the draft vocabulary
 
     def decode(params: Any) -> dict[str, float]:
-        nonlocal session
+        nonlocal session, head
         params = _laid(params, as_target, table, cut)
         if session is None:
             drafter = LoadedDrafter(method, config.drafter, params, (), Path(), depth)
-            session = Session(target._replace(params=unstacked()), drafter, DraftShape(depth))
+            whole = target._replace(params=unstacked())
+            session = Session(whole, drafter, DraftShape(depth), vocabulary=vocabulary)
+            head = session.weights.vocabulary
         else:
-            session.weights = Weights(unstacked(), params)
+            session.weights = Weights(unstacked(), params, head)
         found = [session.generate([prompt], MAX_NEW_TOKENS)[0] for prompt in prompts]
         session.target, session.weights = target, Weights(None, None)  # frees the copy
         rounds = sum(result.rounds for result in found)
@@ -159,7 +167,7 @@ def _decoding_mesh(mesh: Mesh, target: TargetConfig) -> Mesh | None:
 
 def _tensor(mesh: Mesh, target: TargetConfig) -> int:
     """The number of devices that share a copy of the target in decoding."""
-    return math.gcd(mesh.size, target.block.num_kv_heads, target.block.intermediate_size)
+    return math.gcd(mesh.size, target.block.num_kv_heads, target.block.split_width)
 
 
 def _laid(

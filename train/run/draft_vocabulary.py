@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 
 import numpy as np
@@ -10,6 +11,7 @@ from moa_jax.data.batch import Batch
 from moa_jax.data.batches import Batches, Mixture
 from moa_jax.decode.draft_vocabulary import DraftVocabulary, coverage, most_frequent, vocabulary_of
 from moa_jax.pretrained import Target
+from moa_jax.runtime.multihost import is_first
 
 ROWS = 4096  # read at a time: rows on disk may not fit in memory
 
@@ -17,7 +19,7 @@ ROWS = 4096  # read at a time: rows on disk may not fit in memory
 def frequent_in(train: Batches | Mixture, size: int, target: Target) -> DraftVocabulary:
     """The `size` most frequent tokens of the answers, including all eos ids of the target.
 
-    Sources of a mixture count by their shares. Prints the share of answer tokens that the
+    Sources of a mixture count by their shares. Process 0 prints the share of answer tokens that the
     vocabulary covers on stderr. Raises InputError as `check_size`.
     """
     vocab_size = target.config.vocab_size
@@ -28,12 +30,20 @@ def frequent_in(train: Batches | Mixture, size: int, target: Target) -> DraftVoc
     else:
         weight_V = _counts(train.rows, vocab_size)
     ids_U = most_frequent(weight_V, size, target.generation.eos_ids)
-    print(
-        f"draft vocabulary: {size} of {vocab_size} tokens cover {coverage(weight_V, ids_U):.2%} of "
-        "the answers that were trained on",
-        file=sys.stderr,
-    )
+    if is_first():
+        print(
+            f"draft vocabulary: {size} of {vocab_size} tokens cover "
+            f"{coverage(weight_V, ids_U):.2%} of the answers in the training data",
+            file=sys.stderr,
+        )
     return vocabulary_of(ids_U, target)
+
+
+def facts_of_vocabulary(vocabulary: DraftVocabulary | None) -> dict[str, str]:
+    """The hash of the ids, which a resumed run compares; empty without a vocabulary."""
+    if vocabulary is None:
+        return {}
+    return {"draft vocabulary": hashlib.sha256(vocabulary.ids_U.tobytes()).hexdigest()}
 
 
 def _counts(rows: Batch, vocab_size: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from moa_jax.files.paths import is_stored, place
 from moa_jax.runtime.multihost import on_first
 from moa_jax.runtime.precision import matmul_precision
 from moa_jax.training.checkpoint import Checkpoints
-from moa_jax.training.metrics import check_tensorboard
+from moa_jax.training.metrics import check_tensorboard, check_tracker
 from moa_jax.training.update import Metrics, Params, TrainState
 from train.run.run_logger import RunLogger
 from train.run.start import working_on
@@ -50,9 +50,10 @@ class TrainJob:
     layout: str = ""  # devices, mesh and placement of the target, in words
 
 
-def fit(job: TrainJob, frozen: Any) -> Params | None:
+def fit(job: TrainJob, frozen: Any, stop: StopRequest | None = None) -> Params | None:
     """Trains from the newest checkpoint or from `job.start()`; `frozen` is only read.
 
+    `stop` is entered already; by default, signals are handled from here on.
     Returns the final weights, or None if a signal stopped the run before its end; the state of a
     stopped run is saved. Raises InputError for a directory that is in use or belongs to another
     run, for a disk without room, and, if run.not_finite is `stop`, for a loss or gradient that is
@@ -60,12 +61,13 @@ def fit(job: TrainJob, frozen: Any) -> Params | None:
     """
     config, total = job.config, job.config.optim.total_steps
     check(config)
-    with StopRequest() as stop, Checkpoints(config, job.data) as checkpoints:
+    handler = StopRequest() if stop is None else nullcontext(stop)
+    with handler as stop, Checkpoints(config, job.data) as checkpoints:
         with working_on("restoring the newest checkpoint, or initialising the drafter"):
             restored = checkpoints.restore(job.abstract)
             state = restored or job.start()
             begun = done = int(state.step)
-        facts = (job.flops_per_token, job.steps_per_epoch, job.layout)
+        facts = (job.flops_per_token, job.steps_per_epoch, job.layout, checkpoints.run_id)
         logger = RunLogger(config, done if restored else None, *facts)
         with logger as watch, working_on("training"):
             checkpoints.rate(watch.ratings())
@@ -79,6 +81,7 @@ def fit(job: TrainJob, frozen: Any) -> Params | None:
                 with matmul_precision(config.run.dtype), compiles:
                     state, metrics = job.update(state, frozen, batch)
                 done += 1
+                stop.begin()
                 watch.updated(done, metrics, batch)
                 stopped = stop.reached(done)
                 if not stopped and _owes_save(config.run, done, total, saved):
@@ -162,6 +165,8 @@ def check(config: PretrainConfig | DistillConfig) -> None:
                 "run.directory, or leave it false"
             )
         check_tensorboard()
+    if config.run.tracker != "none":
+        check_tracker(config.run.tracker)
 
 
 def check_output(config: PretrainConfig | DistillConfig) -> None:

@@ -1,4 +1,4 @@
-"""The output of a run: progress line, metrics.jsonl, speed.jsonl, TensorBoard, summary.
+"""The output of a run: progress line, metrics.jsonl, speed.jsonl, TensorBoard, tracker, summary.
 
 Metrics are read one update late, while the device computes the next update.
 """
@@ -19,9 +19,11 @@ from moa_jax.data.batch import Batch, TappedBatch
 from moa_jax.errors import InputError
 from moa_jax.files.paths import place
 from moa_jax.runtime.multihost import gathered, is_first, on_first
+from moa_jax.training.fingerprint import common, short
 from moa_jax.training.metrics import (
     MetricsLog,
     Record,
+    numbers_of,
     peak_flops,
     ratings,
     taus_of,
@@ -30,6 +32,7 @@ from moa_jax.training.metrics import (
 from moa_jax.training.optim import rate_of_update
 from moa_jax.training.update import Metrics
 from train.run.start import describe
+from train.run.tracker import Tracker
 from train.run.wall_time import HostTimes, WallTime
 
 TAUS = ("simulated_tau", "decoded_tau")
@@ -50,12 +53,17 @@ class RunLogger:
         flops_per_token: float | None,
         steps_per_epoch: int | None = None,
         layout: str = "",
+        run_id: str = "",
     ) -> None:
-        """`layout` names devices, mesh and placement of the target in the line of the start."""
+        """`layout` names devices, mesh and placement of the target in the line of the start.
+
+        `run_id` identifies the run in a tracker, across resumes.
+        """
         step = restored or 0
         self._optim, self._steps_per_epoch = config.optim, steps_per_epoch
-        self._restarts, self._settled_s, self._figures = 0, time.monotonic(), {}
+        self._settled_s, self._figures = time.monotonic(), {}
         self._run, self._total = config.run, config.optim.total_steps
+        self._run_id, self._settings = run_id, short(common(config))
         self._output = output_of(config)
         self._began, self._first = time.monotonic(), step
         self._meter, self._hosts = _Meter(flops_per_token), HostTimes()
@@ -71,10 +79,8 @@ class RunLogger:
 
     def _start(self, step: int, is_resumed: bool, layout: str) -> None:
         """Prints and records the start of the run, or of its resume."""
-        kept = self._speed.kept
-        self._restarts = sum(record["kind"] == "start" for record in kept)
-        self._bar.line(describe(step, self._total, layout, kept, is_resumed))
-        self._wall.add(self._timed(step, "start", {"layout": layout}))
+        self._bar.line(describe(step, self._total, layout, self._speed.kept, is_resumed))
+        self._timed(step, "start", {"layout": layout})
 
     def _history(self, step: int) -> tuple[list[Record], list[str], int]:
         """Earlier records with taus, kinds of record at `step`, number of skipped updates."""
@@ -90,12 +96,15 @@ class RunLogger:
 
     def _open(self, stack: contextlib.ExitStack, step: int, kept: int) -> None:
         """Opens the logs, which keep their records up to step `kept`."""
-        folder = place(self._run.directory)
-        mirror = None
+        folder, mirrors = place(self._run.directory), []
         if self._run.tensorboard:
-            mirror = stack.enter_context(tensorboard(folder / "tensorboard", kept))
-        self._log = MetricsLog(folder / "metrics.jsonl", kept, mirror)
-        self._speed = MetricsLog(folder / "speed.jsonl", kept, mirror)
+            mirrors.append(stack.enter_context(tensorboard(folder / "tensorboard", kept)))
+        if self._run.tracker != "none":
+            tracker = Tracker(self._run.tracker, folder.name, self._run_id, self._settings)
+            stack.callback(tracker.close)
+            mirrors.append(lambda record: tracker.log(record["step"], numbers_of(record)))
+        self._log = MetricsLog(folder / "metrics.jsonl", kept, mirrors)
+        self._speed = MetricsLog(folder / "speed.jsonl", kept, mirrors)
         self._wall = WallTime(self._speed.kept)
         self._bar = progress(self._total, "train", initial=step)
         stack.callback(self._log.close)
@@ -156,10 +165,12 @@ class RunLogger:
         for line in lines if is_first() else ():
             self._bar.line(line)
 
-    def _timed(self, step: int, kind: str, figures: Record) -> Record:
-        """Writes and returns a record of speed.jsonl with the time and the number of restarts."""
-        when = {"time": time.time(), "restarts": self._restarts}
-        return self._speed.write(step, kind, when | figures)
+    def _timed(self, step: int, kind: str, figures: Record) -> None:
+        """Writes a record of speed.jsonl, with the time, the number of restarts and goodput."""
+        now = time.time()
+        self._wall.add({"step": step, "kind": kind, "time": now} | figures)
+        so_far = {"restarts": self._wall.restarts, "goodput": self._wall.goodput(now)}
+        self._speed.write(step, kind, {"time": now} | so_far | figures)
 
     def _newest(self) -> dict[str, str]:
         """The newest value of each tau with its step, as the progress line shows them."""
@@ -214,10 +225,6 @@ class RunLogger:
         if self._steps_per_epoch is not None:
             values["epoch"] = step / self._steps_per_epoch
         record = self._log.write(step, "train", values)
-        if speed:
-            now = {"step": step, "kind": "speed", "time": time.time()}
-            self._wall.add(now | speed)
-            speed["goodput"] = self._wall.goodput(now["time"])
         self._timed(step, "speed", speed)
         skipped = {"skipped": self._skipped} if self._skipped else {}
         self._figures = {"loss": record["loss"]} | _shown(speed) | skipped

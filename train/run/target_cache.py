@@ -50,16 +50,22 @@ class CacheFlags(NamedTuple):
     folder: Path
     most_gb: float
     taps: TapSpec = TapSpec()  # in addition to the taps of the run's own drafter
+    dtype: str | None = None  # of the files; None: that of the run
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds --target-cache and --target-cache-gb, the limit of its size."""
+    """Adds --target-cache, and --target-cache-dtype and --target-cache-gb for its size."""
     group = parser.add_argument_group("target cache")
     group.add_argument(
         "--target-cache",
         type=local_path,
         metavar="DIR",
         help="keep what drafters read of the target there, for later epochs and drafters",
+    )
+    group.add_argument(
+        "--target-cache-dtype",
+        choices=("float32", "bfloat16"),
+        help="round the cache's numbers to this dtype; default: run.dtype",
     )
     group.add_argument(
         "--target-cache-gb",
@@ -73,25 +79,34 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def flags_of(args: argparse.Namespace) -> CacheFlags | None:
     """The settings of the cache flags; None without --target-cache."""
     folder = args.target_cache
-    return None if folder is None else CacheFlags(folder, args.target_cache_gb)
+    if folder is None:
+        return None
+    return CacheFlags(folder, args.target_cache_gb, dtype=args.target_cache_dtype)
 
 
 def shared(
-    flags: CacheFlags, cells: Sequence[tuple[str, DistillConfig]], target_cfg: TargetConfig
+    flags: CacheFlags,
+    cells: Sequence[tuple[str, DistillConfig]],
+    target_cfg: TargetConfig,
+    later: Sequence[DistillConfig] = (),
 ) -> CacheFlags:
-    """Settings of one cache for the drafters of all cells.
+    """Settings of one cache for the drafters of all cells, and of `later` ones of the same rows.
 
     Raises InputError for cells with other rows, another target or another dtype.
     """
     name, first = cells[0]
+    differences = lambda config: [
+        line for line in changes(fingerprint(first), config) if line.startswith(DECISIVE)
+    ]
     for cell, config in cells:
-        different = changes(fingerprint(first), config)
-        if different := [line for line in different if line.startswith(DECISIVE)]:
+        if different := differences(config):
             raise InputError(
                 f"--target-cache: cell {cell} does not read the rows of {name}: "
                 f"{listed(different)}; train it apart, by --runs, with a cache of its own"
             )
-    return flags._replace(taps=union([taps_of(config, target_cfg) for _, config in cells]))
+    readers = [config for _, config in cells]
+    readers += [config for config in later if not differences(config)]
+    return flags._replace(taps=union([taps_of(config, target_cfg) for config in readers]))
 
 
 def taps_of(config: DistillConfig, target_cfg: TargetConfig) -> TapSpec:
@@ -109,14 +124,14 @@ def open_cache(
     """
     if jax.process_count() > 1:
         raise InputError("--target-cache needs one process; leave it out")
-    row_length = config.data.row_length
+    row_length, computed, stored = config.data.row_length, config.run.dtype, flags.dtype
     made_from = {
         # Without the tokenizer, since the hash of the rows covers its tokens.
         "target": folder_hash(find_folder(config.target), WEIGHTS_AND_CONFIG),
         "data": rows_hash(source),
         "rows": source.num_rows,
         "row_length": row_length,
-        "dtype": config.run.dtype,
+        "dtype": computed if stored in (None, computed) else f"{stored} from {computed}",
     }
     keep = _keep(flags, config, described.config)
     one = jax.eval_shape(keep, abstract_frozen(described.config), abstract_batch(1, row_length))
@@ -152,5 +167,6 @@ def build_cache(
 
 def _keep(flags: CacheFlags, config: DistillConfig, target_cfg: TargetConfig) -> Callable[..., Any]:
     taps = union([flags.taps, taps_of(config, target_cfg)])
-    keep = make_keep(target_cfg, taps, jnp.dtype(config.run.dtype))
+    stored = jnp.dtype(flags.dtype or config.run.dtype)
+    keep = make_keep(target_cfg, taps, jnp.dtype(config.run.dtype), stored)
     return attention.computed(config.run.attention)(keep)

@@ -17,10 +17,12 @@ from jax.sharding import Mesh
 
 from infer.bench.plan import hlo, lowering, machines
 from moa_jax.config import DraftShape, TargetConfig
+from moa_jax.decode.limits import rows_ahead
 from moa_jax.decode.programs import chunks_for, on_mesh
 from moa_jax.decode.state import StaticConfig, Weights
 from moa_jax.errors import InputError
 from moa_jax.model import convert, quantize
+from moa_jax.model.cache import ring_rows
 from moa_jax.model.sharding import decoding_mesh
 from moa_jax.pretrained import LoadedDrafter, check_mesh, cut_for_decoding, functions_of, table_of
 from moa_jax.runtime.precision import matmul_precision
@@ -73,6 +75,19 @@ class PlanRequest(NamedTuple):
         return 1.0 if self.rows_used is None else self.rows_used / self.cache_rows
 
     @property
+    def ahead(self) -> int:
+        """Rows that calls may have written after the tokens of a sequence, as in a session."""
+        chunk = chunks_for(self.machine.chip.compiler, 1)[0]
+        return rows_ahead(self.shape.num_rows, self.shape.levels, chunk)
+
+    @property
+    def window_rows(self) -> int:
+        """Most rows of a layer with a window; 0 without such layers."""
+        windows = filter(None, self.target.sliding_windows)
+        sizes = (ring_rows(window, self.cache_rows, self.ahead) for window in windows)
+        return max(sizes, default=0)
+
+    @property
     def peak(self) -> float:
         """Peak FLOP/s of the chip in the weights' compute dtype."""
         return self.machine.chip.flops("float32" if self.weights == "float32" else "bfloat16")
@@ -85,7 +100,7 @@ def plan(request: PlanRequest) -> Plan:
     """
     request.check()
     drafter = request.drafter and functions_of(request.drafter, request.target)
-    setup = StaticConfig(request.target, drafter, request.shape)
+    setup = StaticConfig(request.target, drafter, request.shape, ahead=request.ahead)
     where, *others = machines.devices(request.machine)
     weights = lowering.abstract_weights(setup, request.weights)
     if others:
@@ -127,7 +142,7 @@ def _sharded(request: PlanRequest, weights: Weights, mesh: Mesh) -> Weights:
 
 def _described(request: PlanRequest) -> Plan:
     chip = request.machine.chip
-    same = ("mesh", "batch", "cache_rows", "rows_used", "weights", "tau")
+    same = ("mesh", "batch", "cache_rows", "window_rows", "rows_used", "weights", "tau")
     return {name: getattr(request, name) for name in same} | {
         "topology": request.machine.name,
         "device_kind": chip.kind,

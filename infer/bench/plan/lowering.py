@@ -25,6 +25,7 @@ from moa_jax.decode.programs import chunks_for, compiler_options, on_mesh, split
 from moa_jax.decode.sampling import BatchSampling
 from moa_jax.decode.state import DecodeState, StaticConfig, StopConditions, Weights
 from moa_jax.model import llama, quantize
+from moa_jax.model.experts import EXPERTS
 from moa_jax.model.sharding import make_mesh
 from moa_jax.training.flops import programs_in
 
@@ -116,6 +117,8 @@ def products(
             arrays = [out, *(stored.get(var, var).aval for var in eqn.invars)]
             size = sum(array.size * array.dtype.itemsize for array in arrays)
             yield Product(scope, times, in_loop, flops / shares.chips, size / shares.cut)
+        elif name == "ragged_dot_general" or (name == "gather" and EXPERTS in scope):
+            yield _of_experts(eqn, scope, times, in_loop, shares)
         elif name == "pallas_call":
             cost, used = params["cost_estimate"], shares.used
             yield Product(scope, times, in_loop, used * cost.flops, used * cost.bytes_accessed)
@@ -128,6 +131,21 @@ def products(
             inside = shares._replace(chips=1, cut=1) if name == "shard_map" else shares
             for inner in programs_in(params):
                 yield from products(inner, inside, scope, runs, in_loop or name == "while")
+
+
+def _of_experts(eqn: Any, label: str, times: int, in_loop: bool, shares: Shares) -> Product:
+    """A gather of experts, which is read once; or a product of rows that are sorted by expert.
+
+    Sorted rows read as many experts as they can.
+    """
+    given, experts, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    size = lambda array: array.size * array.dtype.itemsize
+    if eqn.primitive.name == "gather":
+        flops, moved = 0.0, float(size(out))
+    else:
+        flops = 2.0 * out.size * given.shape[-1]
+        moved = size(given) + size(out) + size(experts) * min(1, given.shape[0] / experts.shape[0])
+    return Product(label, times, in_loop, flops / shares.chips, moved / shares.cut)
 
 
 def needed(complaint: str) -> int | None:

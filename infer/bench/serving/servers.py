@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -54,6 +55,7 @@ def serving(variants: Mapping[str, Sequence[str]]) -> Iterator[list[Server]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moa-serving-")))
         servers = []
         for mode, flags in variants.items():
+            print(f"{mode}: compiles and times its programs", file=sys.stderr)
             child = Child("infer.serve", [*flags, *more], folder / mode, env=env, of=mode)
             url = stack.enter_context(child).ready()["url"].removesuffix("/v1")
             servers.append(Server(mode, url, child))

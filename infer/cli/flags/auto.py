@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import sys
 import threading
@@ -11,23 +12,24 @@ from typing import Any, Literal
 
 import jax
 
+import moa_jax
 from moa_jax.config import DraftShape
-from moa_jax.decode.draft_vocabulary import DraftVocabulary, vocabulary_beside
-from moa_jax.decode.session import DEFAULT_DEPTH, Session
+from moa_jax.decode.draft_vocabulary import DraftVocabulary
+from moa_jax.decode.session import Session
+from moa_jax.model.kernels import cpu
 from moa_jax.model.sharding import mesh_of, name_of
 from moa_jax.pretrained import LoadedDrafter, Target
 from moa_jax.speculation.calibrate import Cell, calibrate
 from moa_jax.speculation.controller import NO_DRAFT
 from moa_jax.speculation.cost_table import CostKey, CostTable, load_costs, pair_hash, save_costs
+from moa_jax.version import __version__
 
 CHAINS = (3, 5, 8)  # depths, besides the drafter's own
 TREE = {"cpu": DraftShape(5, 4, 16)}  # a CPU verifies few tokens at once
 TREE_ELSEWHERE = DraftShape(7, 8, 62)  # the paper's
+TIMED = ("model", "drafters", "decode", "engine")  # packages with the code of a round
 FOLDER = "costs"  # below the folder of the compilation cache
 LENGTH = 64  # tokens in the caches when a round is timed; calls that run alone correct the cost
-# A draft vocabulary omits a few percent of the tokens, and an omitted token ends a draft. So rounds
-# with a draft vocabulary must take at most this share of the time of rounds without.
-MOST_OF_A_ROUND = 0.95
 
 
 def ways_of(own: DraftShape, drafter: LoadedDrafter | None = None) -> tuple[DraftShape, ...]:
@@ -50,9 +52,13 @@ def costs_of(
     weights: str | None,
     program: Literal["session", "engine"] = "session",
 ) -> CostTable:
-    """The cost table of this pair on this device; empty before the first measurement."""
+    """The cost table of this pair on this device; empty before the first measurement.
+
+    On a CPU `cpu.laid_out_for` decides the layout of the weights, and layouts have other costs.
+    """
     size = len(vocabulary.ids_U) if vocabulary else target.config.vocab_size
     device, mesh = jax.devices()[0], mesh_of(target.params)
+    has_panels = cpu.is_for_few() or device.platform != "cpu"
     kind = device.device_kind
     key = CostKey(
         device_kind=kind if mesh is None else f"{kind}, mesh {name_of(mesh)}",
@@ -60,8 +66,9 @@ def costs_of(
         weights=weights,
         pair=pair_hash(target.config, drafter.method, drafter.config, size),
         cores=_num_cores(),
-        program=program,
+        program=program if has_panels else f"{program}, whole weights",
         driver=device.client.platform_version,
+        moa_jax=f"{__version__}, code {_code_hash()}",
     )
     costs, notice = load_costs(folder(), key)
     if notice:
@@ -110,50 +117,18 @@ def _cells(session: Session, batch: int) -> list[Cell]:
     return [(batch, way, LENGTH) for way in session.ways]
 
 
-def fill_vocabularies(target: Target, drafter: LoadedDrafter | None, weights: str | None) -> None:
-    """Times the drafter's own chain with its draft vocabulary and with all tokens, once.
-
-    Does nothing for a drafter without a draft vocabulary.
-    """
-    beside = drafter and vocabulary_beside(target, drafter)
-    for vocabulary in (beside, None) if beside else ():
-        costs, own = _own_chain(target, drafter, vocabulary, weights)
-        if not costs.has(1, own, LENGTH):
-            size = len(vocabulary.ids_U) if vocabulary else target.config.vocab_size
-            print(f"timing drafts from {size} tokens, once on this machine", file=sys.stderr)
-            session = Session(target, drafter, own, costs=costs, vocabulary=vocabulary)
-            calibrate(costs, _cells(session, 1), session.seconds_of_a_round)
-            save_costs(folder(), costs)
-
-
-def vocabulary_pays(
-    target: Target, drafter: LoadedDrafter, vocabulary: DraftVocabulary, weights: str | None
-) -> bool:
-    """Whether rounds with the draft vocabulary are shorter, according to the cost tables."""
-    narrow, whole = (
-        costs.ms(1, own, LENGTH)
-        for costs, own in (
-            _own_chain(target, drafter, each, weights) for each in (vocabulary, None)
-        )
-    )
-    return None not in (narrow, whole) and narrow < MOST_OF_A_ROUND * whole
-
-
-def _own_chain(
-    target: Target,
-    drafter: LoadedDrafter,
-    vocabulary: DraftVocabulary | None,
-    weights: str | None,
-) -> tuple[CostTable, DraftShape]:
-    shape = DraftShape(drafter.depth or DEFAULT_DEPTH)
-    return costs_of(target, drafter, vocabulary, weights), shape
-
-
 def folder() -> Path | None:
     """The folder of the cost tables; None without a local compilation cache."""
     config = jax.config
     kept = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
     return Path(kept) / FOLDER if kept and "://" not in kept else None  # jax accepts URLs
+
+
+def _code_hash() -> str:
+    """A hash of the code that costs depend on: commits of one version may differ."""
+    root = Path(moa_jax.__file__).parent
+    files = [file for package in TIMED for file in sorted((root / package).rglob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def _num_cores() -> int:

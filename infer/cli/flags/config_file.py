@@ -1,4 +1,7 @@
-"""Config files: Python files that define `config`, as in configs/, and optionally `presets`."""
+"""Config files: Python files that define `config`, as in configs/, and optionally `presets`.
+
+A name such as configs/tiny.py that is not in the current folder is that of the installed package.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from typing import Any, TypeVar
 from moa_jax.errors import InputError, first_line
 
 Config = TypeVar("Config")
+CONFIGS = Path(__file__).parents[3] / "configs"
 # Loaded by path: in an import, a local folder `configs` would shadow this project's.
-SHAPES = runpy.run_path(str(Path(__file__).parents[3] / "configs" / "shapes.py"))["SHAPES"]
+SHAPES = runpy.run_path(str(CONFIGS / "shapes.py"))["SHAPES"]
 Settings = dict[str, str]  # unparsed values by dotted name, as in flags
 
 
@@ -20,8 +24,8 @@ def read_config(path: str, *kinds: type[Config]) -> Config:
 
     Raises InputError for a file that is missing, does not run or has no `config` of these kinds.
     """
-    if not Path(path).is_file():
-        raise InputError(f"no such config file: {path}; see the folder configs/")
+    if not Path(_installed(path)).is_file():
+        raise InputError(f"no such config file: {path}; see the folder {CONFIGS}")
     found = _run(path)
     if not isinstance(config := found.get("config"), kinds):
         what = f"a {type(config).__name__} named" if "config" in found else "no"
@@ -47,7 +51,15 @@ def read_preset(path: str, name: str) -> Settings:
     return presets[name]
 
 
+def _installed(path: str) -> str:
+    """The config of the package for a name below configs/ that the current folder lacks."""
+    own = CONFIGS.parent / path
+    is_named = Path(path).parts[:1] == ("configs",) and not Path(path).exists()
+    return str(own) if is_named and own.is_file() else path
+
+
 def _run(path: str) -> dict[str, Any]:
+    path = _installed(path)
     try:
         return runpy.run_path(path)
     except InputError as error:

@@ -53,7 +53,7 @@ def add_pair_flags(parser: Parser, several: bool = False) -> None:
     add_mesh_flag(group)
     group.add_argument(
         "--speculative-config",
-        type=_json_object,
+        type=json_object,
         metavar="JSON",
         help='as vLLM takes it: {"method": ..., "model": ..., "num_speculative_tokens": K}',
     )
@@ -419,7 +419,8 @@ def _apply_speculative_config(args: argparse.Namespace) -> None:
         setattr(args, flag, value)
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """An argparse type: a JSON object."""
     try:
         found = json.loads(text)
     except ValueError as error:

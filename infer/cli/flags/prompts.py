@@ -6,7 +6,7 @@ import argparse
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,11 @@ def _prompt_of(
         if not isinstance(token_ids, list) or not all(type(i) is int for i in token_ids):
             raise InputError("`prompt_ids` is not a list of whole numbers; give a list")
         return token_ids, (), bool(answers)
-    messages, unread = records.read_record(record)
-    asked = records.prompt_of(messages)
-    return after(asked, tokenizer), unread, len(asked) < len(messages)
+    read = records.read_record(record)
+    asked = records.prompt_of(read.messages)
+    prompt = after(asked, tokenizer, read.template_kwargs)
+    unread = records.unread_by(tokenizer.chat_template, read)
+    return prompt, unread, len(asked) < len(read.messages)
 
 
 def asking(text: str, tokenizer: Any | None) -> list[int]:
@@ -105,8 +107,12 @@ def asking(text: str, tokenizer: Any | None) -> list[int]:
     return after([{"role": "user", "content": text}], tokenizer)
 
 
-def after(messages: Sequence[records.Message], tokenizer: Any | None) -> list[int]:
+def after(
+    messages: Sequence[records.Message],
+    tokenizer: Any | None,
+    template_kwargs: Mapping[str, Any] = records.NO_KWARGS,
+) -> list[int]:
     """The prompt for the next answer in a conversation; raises InputError like `asking`."""
     if tokenizer is None:
         raise InputError("the target's folder has no tokenizer.json; use --prompt-ids")
-    return chat.prompt_ids(tokenizer, messages)
+    return chat.prompt_ids(tokenizer, messages, template_kwargs)

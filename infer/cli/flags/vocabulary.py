@@ -6,12 +6,9 @@ import argparse
 import sys
 from typing import Any
 
-from infer.cli.flags.auto import vocabulary_pays
 from moa_jax.decode.draft_vocabulary import (
     FILE,
-    MANY_TOKENS,
     DraftVocabulary,
-    default_vocabulary,
     load_vocabulary,
     vocabulary_beside,
 )
@@ -25,9 +22,8 @@ def add_vocabulary_flag(group: Any) -> None:
     group.add_argument(
         "--draft-vocabulary",
         metavar="FILE",
-        help="draft from these tokens only (train.vocabulary), or from all with "
-        f"{NONE}; default: {FILE} of the drafter's folder for targets of more than "
-        f"{MANY_TOKENS} tokens and where infer.bench has found its rounds shorter, else {NONE}",
+        help=f"draft from these tokens only (train.vocabulary), or from all with {NONE}; default: "
+        f"{FILE} of the drafter's folder, else {NONE}",
     )
 
 
@@ -43,7 +39,7 @@ def vocabulary_of(
         return None
     if asked is not None:
         return load_vocabulary(asked, target)
-    found = drafter and default_of(target, drafter, args.weights)
+    found = drafter and vocabulary_beside(target, drafter)
     if found:
         print(
             f"drafts from {len(found.ids_U)} of {found.vocab_size} tokens, those of {found.file} "
@@ -51,19 +47,6 @@ def vocabulary_of(
             file=sys.stderr,
         )
     return found
-
-
-def default_of(
-    target: Target, drafter: LoadedDrafter, weights: str | None
-) -> DraftVocabulary | None:
-    """The drafter's vocabulary if the target's is large or rounds are measured shorter, else None.
-
-    Raises InputError like `load_vocabulary`.
-    """
-    if found := default_vocabulary(target, drafter):
-        return found
-    found = vocabulary_beside(target, drafter)
-    return found if found and vocabulary_pays(target, drafter, found, weights) else None
 
 
 def source_of(vocabulary: DraftVocabulary | None) -> str | None:

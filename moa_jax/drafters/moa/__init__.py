@@ -10,8 +10,9 @@ N is `target_layer_inference`. With N = 0 the output of CA is the input of the h
 the output of CA to the target's final-normed state.
 
 Two ablations remove parts: `layer_mixing` "mean" or "last" replaces LSA by the mean over layers or
-by the last layer, and without `has_self_attention` embeddings are the input of CA. An option that
-is not in the paper, `hidden_in_memory`, adds the target's final-normed state to memory.
+by the last layer, and without `has_self_attention` embeddings are the input of CA. Two options are
+not in the paper: `hidden_in_memory` adds the target's final-normed state to memory, and `norms`
+adds norms of queries and keys, and of the mean over layers.
 
     blocks.py   shapes, weights, memory      train.py   known tokens, training forward, loss
     decode.py   caches, extend, step         files.py   tensor names and config.json layouts
@@ -42,7 +43,7 @@ def make(cfg: MoaConfig, target_cfg: TargetConfig, objective: Objective | None =
         extend=partial(decode.extend, moa),
         propose=propose,
         condense=partial(decode.condense, moa),
-        condense_only=("layer_self_attention", "ekv2e", "hidden2e"),
+        condense_only=("layer_self_attention", "ekv2e", "memory_norm", "hidden2e"),
         draft_one=draft_one,
         loss=train.make_loss(moa, objective or Objective()),
         teacher_forced=partial(train.teacher_forced, moa),

@@ -25,7 +25,7 @@ from moa_jax.drafters.api import Params, Shared, TargetActivations
 from moa_jax.errors import InputError
 from moa_jax.model import chunks, masks
 from moa_jax.model.cache import KV
-from moa_jax.model.layers import Block, CrossBlock, Linear, rotation
+from moa_jax.model.layers import Block, CrossBlock, Linear, RMSNorm, rotation
 
 Array = jax.Array
 
@@ -36,26 +36,26 @@ class Blocks(NamedTuple):
     None is a block that an ablation removes.
     """
 
-    self_attention: BlockConfig | None  # like the target's, with its RoPE scaling, biases, norms
-    cross_attention: BlockConfig  # plain Llama: no biases, RoPE never scaled
+    self_attention: BlockConfig | None  # like the target's, with RoPE scaling, biases, q/k norms
+    cross_attention: BlockConfig  # plain Llama: no biases, RoPE never scaled; q/k norms by `norms`
     layer_self_attention: BlockConfig | None  # width M over the layer axis, RoPE never scaled
 
 
 def block_configs(cfg: MoaConfig, target_cfg: TargetConfig) -> Blocks:
     """Block configs of SA, CA and LSA for a target; InputError if LSA had heads of odd size."""
-    block = target_cfg.block
+    block = target_cfg.block.llama_like
     if not 0 <= cfg.target_layer_inference <= target_cfg.num_layers:
         raise InputError(
             f"target_layer_inference is {cfg.target_layer_inference}, but the target has "
             f"{target_cfg.num_layers} layers; give a number from 0 to that"
         )
-    plain = dataclasses.replace(
-        block, rope_scaling=None, qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False
-    )
+    no_biases = dict(qkv_bias=False, out_bias=False, mlp_bias=False)
+    plain = dataclasses.replace(block, rope_scaling=None, qk_norm=cfg.norms, **no_biases)
     self_attention = dataclasses.replace(
         block,
         num_kv_heads=cfg.self_attention_num_key_value_heads,
         intermediate_size=cfg.self_attention_intermediate_size,
+        qk_norm=block.qk_norm or cfg.norms,
     )
     cross_attention = dataclasses.replace(
         plain,
@@ -124,6 +124,8 @@ class Moa:
         if lsa is not None:
             turn = rotation(lsa, position)
             drawn["layer_self_attention"] = Block(lsa).init(lsa_key, width, turn, mask)
+        if self.cfg.norms:
+            drawn["memory_norm"] = self._memory_norm.init(key, width)
         if self.cfg.hidden_in_memory:
             drawn["hidden2e"] = self._hidden2e.init(jax.random.fold_in(key, 0), x)
         return {name: found["params"] for name, found in drawn.items()}
@@ -131,6 +133,10 @@ class Moa:
     @property
     def _ekv2e(self) -> nn.Module:
         return Linear((self.target_cfg.block.hidden_size,), bias=True)
+
+    @property
+    def _memory_norm(self) -> RMSNorm:
+        return RMSNorm(self.blocks.cross_attention.rms_norm_eps)
 
     @property
     def _hidden2e(self) -> nn.Module:
@@ -165,4 +171,6 @@ class Moa:
                 jnp.ones((1, L, L), bool),
             )
         mean_BTM = kv_XLM.mean(axis=1).reshape(B, T, -1)
+        if self.cfg.norms:
+            mean_BTM = self._memory_norm.apply({"params": params["memory_norm"]}, mean_BTM)
         return self._ekv2e.apply({"params": params["ekv2e"]}, mean_BTM)

@@ -124,9 +124,9 @@ def step(
     )
     reused = cache.reused
     if reused:
-        block = moa.target_cfg.block
         context = llama.Context(position_BW, nodes.seen, reused)
-        x_BWD, _, _, reused = llama.apply_blocks(block, shared["layers"], x_BWD, context)
-        x_BWD = llama.final_norm(block, shared, x_BWD)
+        layers = shared["layers"]
+        x_BWD, _, _, reused = llama.apply_blocks(moa.target_cfg, layers, x_BWD, context)
+        x_BWD = llama.final_norm(moa.target_cfg.block, shared, x_BWD)
     cache = MoaCache(sa_cache, cache.cross_attention, reused)
     return llama.unembed(shared, x_BWD), cache

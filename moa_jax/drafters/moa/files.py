@@ -1,12 +1,12 @@
-"""Files of Mixture-of-Attentions drafters: the authors' tensor names, four kinds of config.json.
+"""Files of Mixture-of-Attentions drafters: the authors' tensor names, three kinds of config.json.
 
-    authors      the target's config with architectures ["MOASpec"], without sizes and N
-    vllm         of the authors' vLLM fork: model_type "moa_spec" and the six sizes
-    speculators  sizes, N and the target's config nested, as in the speculators library
-    ours         sizes, N, and the sizes of the drafter's target
+    authors  the target's config with architectures ["MOASpec"], without sizes and N
+    vllm     of the authors' vLLM fork: model_type "moa_spec" and the six sizes
+    ours     sizes, N, and the sizes of the drafter's target
 
-Tensors are the same in all four layouts, so sizes are read from shapes, and stated sizes are
-checked. The last two layouts also state the parts that an ablation removes, with their sizes.
+Tensors are the same in all layouts, so sizes are read from shapes, and stated sizes are checked.
+The last layout also states the parts that an ablation removes, with their sizes. Our early files
+that nest the target's config in `transformer_layer_config` are read, too.
 References: paper section 3.1; for names and stored tensors, authors' train/moa_spec.py.
 """
 
@@ -37,6 +37,7 @@ from moa_jax.model.convert import Shape, Table, block_table, kernel, under, vect
 MIXINGS = ("attention", "mean", "last")
 SIZES = ("num_key_value_heads", "intermediate_size")
 _REUSED = "target_layer_inference"
+_MEMORY_NORM = "memory_norm.weight"
 _FORK_KEYS = (
     *("hidden_size", "num_attention_heads", "head_dim", "vocab_size", "hidden_act"),
     *("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling"),
@@ -53,6 +54,8 @@ def table(cfg: MoaConfig, target: TargetConfig) -> Table:
     found |= under(("cross_attention",), _cross_table(ca, "cross_attention."))
     if lsa is not None:
         found |= under(("layer_self_attention",), block_table(lsa, "layer_self_attention."))
+    if cfg.norms:
+        found["memory_norm", "scale"] = vector((None,), (_MEMORY_NORM,), (memory,))
     if cfg.hidden_in_memory:
         hidden2e = kernel(("embed", None), ("Hidden2E.weight",), width, (width,))
         found[("hidden2e", "kernel")] = hidden2e
@@ -74,6 +77,7 @@ def _cross_table(cfg: BlockConfig, prefix: str) -> Table:
             ("embed", "kv_heads", None, None), (k, v), width, each, each
         ),
         ("attention", "out", "kernel"): kernel(("heads", "embed"), (o,), queries, (width,)),
+        **convert.qk_norm_table(cfg, prefix),
         **convert.mlp_table(width, cfg.intermediate_size, False, prefix),
     }
 
@@ -109,7 +113,8 @@ def read_config(
         target_layer_inference=reused,
         layer_mixing=mixing,
         has_self_attention=has_self_attention,
-        hidden_in_memory=_hidden_in_memory(config, shapes),
+        hidden_in_memory=_option("hidden_in_memory", "Hidden2E.weight", config, shapes),
+        norms=_option("norms", _MEMORY_NORM, config, shapes),
     )
     return cfg, notices
 
@@ -123,16 +128,14 @@ def write_config(
         for is_so, what in (
             (None in block_configs(cfg, target), "no layer self-attention or no self-attention"),
             (cfg.hidden_in_memory, "the target's final state in its memory (hidden_in_memory)"),
+            (cfg.norms, "norms of queries, keys and memory (norms)"),
         ):
             if is_so:
                 raise InputError(
-                    f"the layout {layout!r} cannot say that a drafter has {what}; choose ours or "
-                    "speculators"
+                    f"the layout {layout!r} cannot say that a drafter has {what}; choose ours"
                 )
     if layout == "authors":
         return whole | {"architectures": ["MOASpec"]}
-    if layout == "speculators":
-        return {"architectures": ["MOASpec"], "transformer_layer_config": whole} | sizes
     if layout == "vllm":
         _check_fork(cfg, target)
         del sizes[_REUSED]
@@ -164,13 +167,13 @@ def _ablations(config: dict[str, Any]) -> tuple[Any, bool]:
     return mixing, has_self_attention
 
 
-def _hidden_in_memory(config: dict[str, Any], shapes: Mapping[str, Shape]) -> bool:
-    """`hidden_in_memory`; files without this key are judged by their tensors."""
-    stored = "Hidden2E.weight" in shapes
-    stated = config.get("hidden_in_memory", stored)
+def _option(key: str, tensor: str, config: dict[str, Any], shapes: Mapping[str, Shape]) -> bool:
+    """A part that is not in the paper; files without its key are judged by their tensors."""
+    stored = tensor in shapes
+    stated = config.get(key, stored)
     if not isinstance(stated, bool) or stated != stored:
         raise InputError(
-            f"config.json says hidden_in_memory is {stated!r}, but the tensor Hidden2E.weight is "
+            f"config.json says {key} is {stated!r}, but the tensor {tensor} is "
             f"{'there' if stored else 'missing'}; use the config.json of these weights"
         )
     return stated
@@ -218,11 +221,11 @@ def _check_fork(cfg: MoaConfig, target: TargetConfig) -> None:
     The fork has plain Llama layers and one cache shape.
     """
     bare = dataclasses.replace(
-        target.block, qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False
+        target.block.llama_like, qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False
     )
     kv_heads = cfg.self_attention_num_key_value_heads, cfg.cross_attention_num_key_value_heads
     for wrong, what in (
-        (target.block != bare, "biases or norms of queries and keys"),
+        (target.block != bare, "biases, norms of queries and keys, or Gemma's layers"),
         (target.block.rope_scaling is not None, "a target with scaled rotary embeddings"),
         (cfg.target_layer_inference > 0, f"{_REUSED} above 0"),
         (kv_heads[0] != kv_heads[1], "different key-value heads in self- and cross-attention"),

@@ -106,7 +106,7 @@ def trace(
 
     # 2. Memory (LSA), then the stream of drafted tokens: SA, and CA over the memory.
     if memory_BTD is None:
-        memory_BTD = moa.memory(params, tapped, objective.chunks.memory)
+        memory_BTD = moa.memory(_folded(params), tapped, objective.chunks.memory)
         memory_BTD = sharding.constrain(memory_BTD, "rows")
     x_BTD = llama.embed(shared, batch.tokens_BT, memory_BTD.dtype)
     sa_BTD = sharding.constrain(x_BTD, "rows")
@@ -134,6 +134,21 @@ def trace(
     return MoaTrace(memory_BTD, sa_seen, ca_seen, sa_BTD, ca_BTD, entry_BTD, feature_BTD)
 
 
+def _folded(params: Params) -> Params:
+    """Parameters of the same function, with LSA's input norm as a factor of the product after it.
+
+    The target's keys and values need no gradient. With the scale before the product, its gradient
+    is computed from theirs, by a product that takes a tenth of the step on a CPU.
+    """
+    if (lsa := params.get("layer_self_attention")) is None:
+        return params
+    scale_M, qkv = lsa["input_norm"]["scale"], lsa["attention"]["qkv"]
+    qkv = qkv | {"kernel": qkv["kernel"] * scale_M[:, None, None, None]}
+    unit = {"input_norm": {"scale": jnp.ones_like(scale_M)}}
+    attention = {"attention": lsa["attention"] | {"qkv": qkv}}
+    return params | {"layer_self_attention": lsa | unit | attention}
+
+
 def _reuse(
     moa: Moa, shared: Shared, batch: Batch, entry_BTD: Array, causal: masks.IntervalMask
 ) -> Array:
@@ -142,10 +157,9 @@ def _reuse(
     A draft then sees the drafter's states of all earlier unknown tokens, including those before
     the last known token. In decoding the target would already have verified the latter.
     """
-    block = moa.target_cfg.block
-    context = llama.Context(batch.position_BT, causal)
-    x_BTD, *_ = llama.apply_blocks(block, shared["layers"], entry_BTD, context)
-    return llama.final_norm(block, shared, x_BTD)
+    cfg, context = moa.target_cfg, llama.Context(batch.position_BT, causal)
+    x_BTD, *_ = llama.apply_blocks(cfg, shared["layers"], entry_BTD, context)
+    return llama.final_norm(cfg.block, shared, x_BTD)
 
 
 def _reuse_on_policy(
@@ -164,7 +178,7 @@ def _reuse_on_policy(
     The target's rows are tapped, so the target's stream is not recomputed; `masks.on_policy`
     defines the visible rows. Known tokens see target rows only, and so give the target's output.
     """
-    block, reused = moa.target_cfg.block, moa.cfg.target_layer_inference
+    cfg, reused = moa.target_cfg, moa.cfg.target_layer_inference
     layers = shared["layers"]
     if not isinstance(layers, list):  # stacked for training, but caches are a list
         layers = [jax.tree.map(lambda a, i=i: a[i], layers) for i in range(reused)]
@@ -173,8 +187,8 @@ def _reuse_on_policy(
     )
     seen = masks.on_policy(start_BT, batch.segment_BT)
     context = llama.Context(batch.position_BT, seen, true_rows)
-    x_BTD, *_ = llama.apply_blocks(block, layers, entry_BTD, context)
-    return llama.final_norm(block, shared, x_BTD)
+    x_BTD, *_ = llama.apply_blocks(cfg, layers, entry_BTD, context)
+    return llama.final_norm(cfg.block, shared, x_BTD)
 
 
 def make_loss(moa: Moa, objective: Objective) -> DrafterLoss:
@@ -216,7 +230,8 @@ def loss_of(
     References: paper section 3.4; authors' train/moa_spec.py.
     """
     mean = lambda x_BT: losses.answer_mean(x_BT, batch.response_BT)
-    drafts = [distill_loss.Draft(found.feature_BTD, batch.response_BT) for found in passes]
+    counted = (batch.response_BT, tapped.draftable_BT)
+    drafts = [distill_loss.Draft(found.feature_BTD, *counted) for found in passes]
     each = distill_loss.token_losses(objective, shared, None, tapped.hidden_BTD, drafts)
     for parts, found in zip(each, passes, strict=True):
         parts["feature_loss"] = mean(losses.smooth_l1(found.feature_BTD, tapped.hidden_BTD))

@@ -2,7 +2,8 @@
 
     kernel 1    split 0     the tree: new rows are written, X rows seen by ancestors
                             and its share of the prefix
-                split i     its share of the prefix, blocks of rows that all tokens see
+                split i     its share of the prefix: rows that all tokens see, or with a window
+                            those from the first row of each token on
     kernel 2    joins the splits of each query by their log-sum-exps
 
 A pass of few tokens has few queries, and B x K programs would leave most of the GPU idle. The
@@ -62,6 +63,7 @@ class Sizes(NamedTuple):
     X: int  # tokens after the prefix; the last T of them are those of the pass
     is_line: bool  # whether the X tokens form a chain; otherwise an ancestor matrix is passed
     first: int  # first visible row
+    window: int  # of `masks.windowed`; 0 is none
     queries: int  # per program: a power of two
     rows: int  # cache rows read at a time: a power of two
     splits: int
@@ -89,10 +91,15 @@ def sizes_of(
     rows = max(LEAST, min(128 if queries <= 64 else 64, most // 2 // E))
     programs = B * K * pl.cdiv(G * T, queries)
     wanted = PROGRAMS * (2 if queries <= 64 else 1)
-    splits = max(1, min(wanted // programs, pl.cdiv(S, 2 * rows)))
-    return Sizes(
-        G, T, E, X, cache_mask.ancestor_BTX is None, cache_mask.first, queries, rows, splits
-    )
+    first, window = cache_mask.first, cache_mask.window
+    splits = max(1, min(wanted // programs, pl.cdiv(_visible(S, window), 2 * rows)))
+    is_line = cache_mask.ancestor_BTX is None
+    return Sizes(G, T, E, X, is_line, first, window, queries, rows, splits)
+
+
+def _visible(S: int, window: int) -> int:
+    """Maximum number of prefix rows that a token sees."""
+    return min(S, window or S)
 
 
 def _most_numbers(dtype: jnp.dtype) -> int:
@@ -137,10 +144,12 @@ def attend(
     B, T, K, _, E = packed_BTKXE.shape
     kv, slot_B = cache.parts_of(past)
     sizes = sizes_of(packed_BTKXE.shape, packed_BTKXE.dtype, kv.k_BKSE.shape[2], cache_mask)
-    G, splits = sizes.G, sizes.splits
-    operands = [cache_mask.length_B, slot_B, packed_BTKXE, *turn, *kv]
+    G, splits, angles = sizes.G, sizes.splits, (turn.cos_BTE, turn.sin_BTE)
+    operands = [cache_mask.length_B, slot_B, packed_BTKXE, *angles, *kv]
     if not sizes.is_line:
-        operands.append(cache_mask.ancestor_BTX.astype(jnp.int8))
+        operands.append(cache_mask.tree_mask(T).astype(jnp.int8))
+    if sizes.window:
+        operands.append(jnp.broadcast_to(cache_mask.first_BT(T), (B, T)).astype(jnp.int32))
     mixed = jax.ShapeDtypeStruct((B, T, K, G, E), packed_BTKXE.dtype)
     partial = (
         jax.ShapeDtypeStruct((B, K, splits, G * T, E), jnp.float32),
@@ -155,7 +164,7 @@ def attend(
         input_output_aliases={5 + i: len(results) + i for i in range(len(caches))},
         name="attend_rows",
         interpret=interpret,
-        cost_estimate=_cost(sizes, (packed_BTKXE, *turn), kv, results),
+        cost_estimate=_cost(sizes, (packed_BTKXE, *angles), kv, results),
         compiler_params=triton.CompilerParams(
             num_warps=8 if sizes.queries > 64 else 4, num_stages=2
         ),
@@ -195,13 +204,13 @@ def _attend_kernel(sizes: Sizes, *refs: Ref) -> None:
     """Attends to the prefix, then in split 0 to the tree; a split without rows does nothing."""
     program = _Program(sizes, refs)
     split = program.split
-    share, used = _share(sizes, program.length)
+    share, start, used = _share(sizes, program.length)
+    begin = start + split * share
 
-    @pl.when((split == 0) | (split * share < used))
+    @pl.when((split == 0) | (begin < used))
     def _() -> None:
         state = program.nothing()
-        end = jnp.minimum((split + 1) * share, used)
-        state = lax.fori_loop(split * share, end, program.see_prefix, state)
+        state = lax.fori_loop(begin, jnp.minimum(begin + share, used), program.see_prefix, state)
         if sizes.writes:
             blocks = jnp.int32(pl.cdiv(sizes.X, _nodes(sizes.X)))
             turns = jnp.where(split == 0, blocks, jnp.int32(0))
@@ -217,7 +226,7 @@ class _Program:
         self.sizes = sizes
         length_ref, slot_ref, self.packed_ref, cos_ref, sin_ref, *rest = refs
         self.k_ref, self.v_ref, *rest = rest
-        self.ancestor_ref, self.results, self.written = _sorted(sizes, rest)
+        self.ancestor_ref, first_ref, self.results, self.written = _sorted(sizes, rest)
         self.split, self.b = pl.program_id(0), pl.program_id(2)
         self.k, self.block = pl.program_id(1) // sizes.blocks, pl.program_id(1) % sizes.blocks
         self.e_1E = jnp.arange(sizes.E)[None, :]
@@ -229,6 +238,9 @@ class _Program:
         self.length, self.slot = length_ref[self.b], slot_ref[self.b]
         heads = (self.packed_ref, cos_ref, sin_ref)
         self.load = functools.partial(_load_turned, heads, self.b, self.k)
+        if sizes.window:  # the first row of each query
+            at = first_ref.at[self.b, self.token_Q1]
+            self.first_Q1 = triton.load(at, mask=self.there_Q1, other=0)
         self.q_2QH = self.load(self.token_Q1, (self.index_Q // sizes.T)[:, None], self.there_Q1)
 
     def nothing(self) -> State:
@@ -241,31 +253,36 @@ class _Program:
         )
 
     def see_prefix(self, index: Array, state: State) -> State:
-        """The next block of rows that all tokens see; masks the rows beyond `length`."""
+        """The next block of prefix rows; masks rows beyond `length` and before a window."""
         sizes = self.sizes
         row_R = index * sizes.rows + jnp.arange(sizes.rows)
         seen_R = row_R < self.length
         if sizes.first:
             seen_R &= row_R >= sizes.first
         take = lambda ref, e: triton.load(
-            ref.at[self.slot, self.k, row_R[:, None], e], mask=seen_R[:, None], other=0.0
+            ref.at[self.slot, self.k, self._row_of(row_R[:, None]), e],
+            mask=seen_R[:, None],
+            other=0.0,
         )
         k_2RH = [take(self.k_ref, half) for half in self.halves_2]
-        return self._see(state, k_2RH, take(self.v_ref, self.e_1E), seen_R[None, :])
+        seen_QR = seen_R[None, :]
+        if sizes.window:
+            seen_QR &= row_R[None, :] >= self.first_Q1
+        return self._see(state, k_2RH, take(self.v_ref, self.e_1E), seen_QR)
 
     def see_tree(self, index: Array, state: State) -> State:
         """The next rows after the prefix: reads rows of earlier passes and writes the new rows."""
         T, X, e_1E = self.sizes.T, self.sizes.X, self.e_1E
         node_R = index * _nodes(X) + jnp.arange(_nodes(X))
         # No row is written beyond the end of a cache that is too small.
-        is_row_R = self.length + node_R < self.k_ref.shape[2]
+        is_row_R = self._row_of(self.length + node_R) < self.k_ref.shape[2]
         new_R1 = ((node_R >= X - T) & (node_R < X) & is_row_R)[:, None]
         old_R1 = ((node_R < X - T) & is_row_R)[:, None]
         token_R1 = node_R[:, None] - (X - T)
 
         def joined(cache_ref: Ref, written_ref: Ref, e: Array, new: Array) -> Array:
             """Writes the new rows and returns them joined with the rows of earlier passes."""
-            here = (self.slot, self.k, self.length + node_R[:, None], e)
+            here = (self.slot, self.k, self._row_of(self.length + node_R[:, None]), e)
             old = triton.load(cache_ref.at[here], mask=old_R1, other=0.0)
             at = written_ref.at[here]
             triton.store(at, new, mask=new_R1 & (self.block == 0) & (e >= 0))
@@ -294,11 +311,17 @@ class _Program:
         lse_Q = jnp.where(total_Q > 0, best_Q + jnp.log2(total_Q), NOTHING)
         triton.store(lse_refs[0].at[(*at, index_Q)], lse_Q, mask=index_Q < sizes.G * sizes.T)
 
+    def _row_of(self, position: Array) -> Array:
+        """The cache row of a position; a layer with a window has a ring."""
+        return position % self.k_ref.shape[2] if self.sizes.window else position
+
     def _ancestors(self, node_1R: Array) -> Array:
         """The mask of rows after the prefix that each query sees."""
         T, X = self.sizes.T, self.sizes.X
         if self.sizes.is_line:
             seen_QR = node_1R <= self.token_Q1 + (X - T)
+            if self.sizes.window:
+                seen_QR &= self.length + node_1R >= self.first_Q1
         else:
             at = (self.b if self.ancestor_ref.shape[0] > 1 else 0, self.token_Q1, node_1R)
             known_QR = triton.load(
@@ -351,7 +374,7 @@ def _join_kernel(
     there_T = token_T < sizes.T
     index_T = g * sizes.T + token_T
     mask_TE = there_T[:, None] & (e_1E >= 0)
-    share, used = _share(sizes, length_ref[b])
+    share, start, used = _share(sizes, length_ref[b])
 
     def join(split: Array, state: State) -> State:
         best_T, total_T, joined_TE = state
@@ -369,23 +392,28 @@ def _join_kernel(
         jnp.zeros((token_T.shape[0], sizes.E), jnp.float32),
     )
     _, total_T, joined_TE = lax.fori_loop(
-        jnp.int32(0), jnp.maximum(pl.cdiv(used, share), 1), join, state
+        jnp.int32(0), jnp.maximum(pl.cdiv(used - start, share), 1), join, state
     )
     joined_TE = (joined_TE / total_T[:, None]).astype(joined_ref.dtype)
     triton.store(joined_ref.at[b, token_T[:, None], k, g, e_1E], joined_TE, mask=mask_TE)
 
 
-def _share(sizes: Sizes, length: Array) -> tuple[Array, Array]:
-    """The number of prefix blocks per split, and the number of used blocks."""
-    used = pl.cdiv(length, sizes.rows)
-    return jnp.maximum(pl.cdiv(used, sizes.splits), 1), used
+def _share(sizes: Sizes, length: Array) -> tuple[Array, Array, Array]:
+    """The number of prefix blocks per split, the first block in a window, and the used blocks."""
+    used, start = pl.cdiv(length, sizes.rows), jnp.int32(0)
+    if sizes.window:  # of the root; the windows of its descendants start later
+        start = jnp.maximum(length + 1 - sizes.window, 0) // sizes.rows
+    return jnp.maximum(pl.cdiv(used - start, sizes.splits), 1), start, used
 
 
-def _sorted(sizes: Sizes, refs: Sequence[Ref]) -> tuple[Ref | None, Sequence[Ref], Sequence[Ref]]:
-    """Separates `refs` into the ancestor matrix, the results, and the written caches."""
+def _sorted(
+    sizes: Sizes, refs: Sequence[Ref]
+) -> tuple[Ref | None, Ref | None, Sequence[Ref], Sequence[Ref]]:
+    """Separates `refs`: the ancestor matrix, first rows, the results, and the written caches."""
     num_results = 1 if sizes.splits == 1 else 2
     ancestor_ref, refs = (None, refs) if sizes.is_line else (refs[0], refs[1:])
-    return ancestor_ref, refs[:num_results], refs[num_results:]
+    first_ref, refs = (refs[0], refs[1:]) if sizes.window else (None, refs)
+    return ancestor_ref, first_ref, refs[:num_results], refs[num_results:]
 
 
 def _tokens(T: int) -> int:
@@ -408,8 +436,9 @@ def _cost(
     """Cost of full caches; each block of queries reads the whole cache of its sequence."""
     _, K, S, E = past.k_BKSE.shape
     B = heads[0].shape[0]
-    pairs = B * K * sizes.G * sizes.T * (S + sizes.X)
-    moved = sizes.blocks * B * sum(map(_num_bytes, past)) // past.k_BKSE.shape[0]
+    visible = _visible(S, sizes.window)
+    pairs = B * K * sizes.G * sizes.T * (visible + sizes.X)
+    moved = sizes.blocks * B * sum(map(_num_bytes, past)) // past.k_BKSE.shape[0] * visible // S
     return pl.CostEstimate(
         flops=4 * pairs * E,
         bytes_accessed=moved + sum(map(_num_bytes, (*heads, *results))),
@@ -418,7 +447,12 @@ def _cost(
 
 
 def keep_path(
-    caches: tuple[AnyCache, ...], path_BD: Array, length_B: Array, *, interpret: bool = False
+    caches: tuple[AnyCache, ...],
+    path_BD: Array,
+    length_B: Array,
+    *,
+    is_ring: Sequence[bool],
+    interpret: bool = False,
 ) -> tuple[AnyCache, ...]:
     """Moves rows length + path to rows length, length + 1, ... of all caches, in one launch."""
     kvs, (slot_B, *_) = zip(*map(cache.parts_of, caches), strict=True)
@@ -426,7 +460,7 @@ def keep_path(
     (B, _), (_, K, _, E) = path_BD.shape, arrays[0].shape
     moved = 2 * len(arrays) * B * K * path_BD.shape[1] * E * arrays[0].dtype.itemsize
     found = pl.pallas_call(
-        functools.partial(_keep_kernel, path_BD.shape[1], E, interpret),
+        functools.partial(_keep_kernel, path_BD.shape[1], E, is_ring, interpret),
         grid=(K, B, len(arrays)),
         out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays],
         input_output_aliases={3 + i: i for i in range(len(arrays))},
@@ -440,7 +474,14 @@ def keep_path(
 
 
 def _keep_kernel(
-    D: int, E: int, interpret: bool, length_ref: Ref, slot_ref: Ref, path_ref: Ref, *refs: Ref
+    D: int,
+    E: int,
+    is_ring: Sequence[bool],
+    interpret: bool,
+    length_ref: Ref,
+    slot_ref: Ref,
+    path_ref: Ref,
+    *refs: Ref,
 ) -> None:
     """One program: one key-value head of one array. All rows are read before any is written."""
     k, b = pl.program_id(0), pl.program_id(1)
@@ -449,14 +490,17 @@ def _keep_kernel(
     length, slot = length_ref[b], slot_ref[b]
     node_D = triton.load(path_ref.at[b, level_D], mask=there_D, other=0)
 
-    def move(old_ref: Ref, kept_ref: Ref) -> None:
-        at, S = (slot, k, (length + node_D)[:, None], e_1E), old_ref.shape[2]
-        mask_DE = (there_D & (length + level_D < S))[:, None] & (e_1E >= 0)
-        rows_DE = triton.load(old_ref.at[at], mask=mask_DE, other=0.0)
+    def move(wraps: bool, old_ref: Ref, kept_ref: Ref) -> None:
+        S, old_D, kept_D = old_ref.shape[2], length + node_D, length + level_D
+        if wraps:
+            old_D, kept_D = old_D % S, kept_D % S
+        mask_DE = (there_D & (kept_D < S))[:, None] & (e_1E >= 0)
+        rows_DE = triton.load(old_ref.at[slot, k, old_D[:, None], e_1E], mask=mask_DE, other=0.0)
         if not interpret:
             triton.debug_barrier()  # one thread's new row may be another thread's old row
-        triton.store(kept_ref.at[slot, k, (length + level_D)[:, None], e_1E], rows_DE, mask=mask_DE)
+        triton.store(kept_ref.at[slot, k, kept_D[:, None], e_1E], rows_DE, mask=mask_DE)
 
     half = len(refs) // 2
     for index, pair in enumerate(zip(refs[:half], refs[half:], strict=True)):
-        pl.when(pl.program_id(2) == index)(functools.partial(move, *pair))
+        part = functools.partial(move, is_ring[index // 2], *pair)
+        pl.when(pl.program_id(2) == index)(part)

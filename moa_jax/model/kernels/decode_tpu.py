@@ -65,7 +65,7 @@ def attend(
     prefix_BKGTE, lse_BKGT = _attend_prefix(q_BKGTE, past, cache_mask, interpret)
     if cache_mask.tree_size:
         rows = KV(heads_BKXTE[:, :, -2], heads_BKXTE[:, :, -1])
-        past = cache.write(past, rows, cache_mask.start_B(T))
+        past = cache.write(past, rows, cache_mask.start_B(T), cache_mask.window > 0)
         tree_BKGTE, tree_lse_BKGT = _attend_tree(q_BKGTE, past, cache_mask)
         higher_BKGT = jnp.maximum(lse_BKGT, tree_lse_BKGT)
         parts = ((lse_BKGT, prefix_BKGTE), (tree_lse_BKGT, tree_BKGTE))
@@ -85,7 +85,11 @@ def _attend_tree(q_BKGTE: Array, past: AnyCache, cache_mask: CacheMask) -> tuple
         one = lambda slot, start: lax.dynamic_slice(rows_RKSE, (slot, 0, start, 0), (1, K, X, E))[0]
         return jax.vmap(one)(slot_B, cache_mask.length_B)
 
-    k_BKXE, v_BKXE = map(cut, kv)
+    if cache_mask.window:  # of a ring, in which the X rows may continue at row 0
+        position_BX = cache_mask.length_B[:, None] + jnp.arange(X)
+        k_BKXE, v_BKXE = cache.take(past, position_BX, is_ring=True)
+    else:
+        k_BKXE, v_BKXE = map(cut, kv)
     score_BKGTX = E**-0.5 * jnp.einsum(
         "BKGTE,BKXE->BKGTX", q_BKGTE, k_BKXE, preferred_element_type=jnp.float32
     )
@@ -115,27 +119,40 @@ def _attend_prefix(
     q_BKQE = q_BKGTE.reshape(B, K, G * T, E)
     q_BKQE = jnp.pad(q_BKQE, ((0, 0), (0, 0), (0, num - G * T), (0, 0)))
     rows = next(size for size in (512, 256, 128) if S % size == 0)
+    window = cache_mask.window
     last = lambda length: jnp.maximum(pl.cdiv(length, rows) - 1, 0)
+    fetched = lambda s, n: jnp.minimum(s, last(n))
+    if window:
+        fetched = lambda s, n: jnp.minimum(s + _start(n, window, rows), last(n)) % (S // rows)
     queries = pl.BlockSpec((None, None, block, E), lambda b, k, q, s, n, slot: (b, k, q, 0))
     # A block is not fetched twice in a row: beyond the prefix, the index stays at the last block.
+    # The blocks of a ring are those of positions, from the first block in the window on.
     keys = pl.BlockSpec(
         (None, None, rows, E),
-        lambda b, k, q, s, n, slot: (slot[b], k, jnp.minimum(s, last(n[b])), 0),
+        lambda b, k, q, s, n, slot: (slot[b], k, fetched(s, n[b]), 0),
     )
     numbers = pl.BlockSpec((None, None, block, LANES), lambda b, k, q, s, n, slot: (b, k, q, 0))
     scratch = [tpu.VMEM((block, width), jnp.float32) for width in (LANES, LANES, E)]
-    pairs = B * K * G * T * S
+    firsts: list[Array] = []
+    if window:  # of each query, in all lanes
+        first_BT = jnp.broadcast_to(cache_mask.first_BT(T), (B, T)).astype(jnp.int32)
+        first_BQ = jnp.pad(jnp.tile(first_BT, G), ((0, 0), (0, num - G * T)))
+        firsts = [jnp.broadcast_to(first_BQ[..., None], (B, num, LANES))]
+    first = pl.BlockSpec((None, block, LANES), lambda b, k, q, s, n, slot: (b, q, 0))
+    S_seen = min(S, window or S)
+    pairs = B * K * G * T * S_seen
     size = q_BKQE.dtype.itemsize
     mixed_BKQE, lse_BKQX = pl.pallas_call(
-        functools.partial(_prefix_kernel, rows, cache_mask.first),
+        functools.partial(_prefix_kernel, rows, cache_mask.first, window),
         out_shape=[
             jax.ShapeDtypeStruct(q_BKQE.shape, jnp.float32),
             jax.ShapeDtypeStruct((B, K, num, LANES), jnp.float32),
         ],
         grid_spec=tpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(B, K, num // block, S // rows),
-            in_specs=[queries, keys, keys],
+            # The first and the last block of a window may be parts of one block of a ring.
+            grid=(B, K, num // block, S // rows + (window > 0)),
+            in_specs=[queries, keys, keys, *[first] * len(firsts)],
             out_specs=[queries, numbers],
             scratch_shapes=scratch,
         ),
@@ -143,31 +160,35 @@ def _attend_prefix(
         interpret=interpret,
         cost_estimate=pl.CostEstimate(
             flops=4 * pairs * E,
-            bytes_accessed=size * (q_BKQE.size + (num // block) * 2 * B * K * S * E)
+            bytes_accessed=size * (q_BKQE.size + (num // block) * 2 * B * K * S_seen * E)
             + 4 * B * K * num * (E + LANES),
             transcendentals=pairs,
         ),
-    )(cache_mask.length_B, slot_B, q_BKQE, *kv)
+    )(cache_mask.length_B, slot_B, q_BKQE, *kv, *firsts)
     mixed_BKGTE = mixed_BKQE[:, :, : G * T].reshape(B, K, G, T, E)
     return mixed_BKGTE, lse_BKQX[:, :, : G * T, 0].reshape(B, K, G, T)
+
+
+def _start(length: Array, window: int, rows: int) -> Array:
+    """The first block of positions in the window of the root, whose window starts first."""
+    return jnp.maximum(length + 1 - window, 0) // rows
 
 
 def _prefix_kernel(
     rows: int,
     first: int,
+    window: int,
     length_ref,
     slot_ref,
     q_ref,
     k_ref,
     v_ref,
-    mixed_ref,
-    lse_ref,
-    best_ref,
-    total_ref,
-    sum_ref,
+    *rest,
 ) -> None:
     """Processes one block of rows for one block of queries."""
+    firsts, (mixed_ref, lse_ref, best_ref, total_ref, sum_ref) = rest[:-5], rest[-5:]
     length, index = length_ref[pl.program_id(0)], pl.program_id(3)
+    block = index + _start(length, window, rows) if window else index
 
     @pl.when(index == 0)
     def _() -> None:
@@ -175,19 +196,21 @@ def _prefix_kernel(
         total_ref[...] = jnp.zeros_like(total_ref)
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
-    @pl.when(index * rows < length)
+    @pl.when(block * rows < length)
     def _() -> None:
         q_QE, v_RE = q_ref[...], v_ref[...]
         # Rows beyond the prefix may hold NaN, which a weight of 0 would not remove.
-        row_RE = index * rows + lax.broadcasted_iota(jnp.int32, v_RE.shape, 0)
+        row_RE = block * rows + lax.broadcasted_iota(jnp.int32, v_RE.shape, 0)
         v_RE = jnp.where(row_RE < length, v_RE, jnp.zeros_like(v_RE))
         precision = lax.Precision.HIGHEST if q_QE.dtype == jnp.float32 else None
         dot = functools.partial(
             lax.dot_general, preferred_element_type=jnp.float32, precision=precision
         )
         score_QR = dot(q_QE, k_ref[...], (((1,), (1,)), ((), ()))) * q_QE.shape[1] ** -0.5
-        row_QR = index * rows + lax.broadcasted_iota(jnp.int32, score_QR.shape, 1)
+        row_QR = block * rows + lax.broadcasted_iota(jnp.int32, score_QR.shape, 1)
         seen_QR = (row_QR < length) & (row_QR >= first)
+        if window:
+            seen_QR &= row_QR >= firsts[0][:, :1]
         score_QR = jnp.where(seen_QR, score_QR, NOTHING)
         best_Q1 = best_ref[:, :1]
         higher_Q1 = jnp.maximum(best_Q1, jnp.max(score_QR, axis=1, keepdims=True))
