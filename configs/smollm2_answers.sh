@@ -3,11 +3,12 @@
 # folder, train/data/smollm2. Sources have licences that permit shipping weights and these files.
 #
 #     bash configs/smollm2_answers.sh [FLAGS OF train.regenerate, such as --batch 64]
+#     SHARDS=2 bash configs/smollm2_answers.sh ...    a process on each of the first two cores
 #
 # The same command resumes an interrupted run. WORK holds the prompts and the answers with their
 # text, by default runs/smollm2; OUTPUT is another folder for the token ids.
 set -euo pipefail
-work=${WORK:-runs/smollm2} output=${OUTPUT:-train/data/smollm2}
+work=${WORK:-runs/smollm2} output=${OUTPUT:-train/data/smollm2} shards=${SHARDS:-1}
 mkdir -p "$work" "$output"
 
 corpus() { # OUTPUT TABLE [FLAGS]
@@ -16,10 +17,19 @@ corpus() { # OUTPUT TABLE [FLAGS]
 }
 
 answer() { # SPLIT RECORDS SOURCES [FLAGS OF train.regenerate]
+    local shard pin pids=() pid
+    mkdir -p "$work/$1"
     corpus "$work/$1_prompts.jsonl" "$work/$1_prompts.md" --records "$2" --sources "$3" --turns 4
-    [ -e "$work/$1.jsonl" ] || "${PYTHON:-python}" -m train.regenerate --pair smollm2 \
-        --prompts "$work/$1_prompts.jsonl" --output "$work/$1.jsonl" --max-prompt 256 \
-        --max-new-tokens 256 "${@:4}"
+    for shard in $(seq 0 $((shards - 1))); do
+        [ -e "$work/$1/answers-$(printf %05d-of-%05d "$shard" "$shards").jsonl" ] && continue
+        pin=(taskset -c "$shard")
+        [ "$shards" -gt 1 ] || pin=()
+        "${pin[@]}" "${PYTHON:-python}" -m train.regenerate --pair smollm2 \
+            --prompts "$work/$1_prompts.jsonl" --output "$work/$1/answers.jsonl" \
+            --shard "$shard/$shards" --max-prompt 256 --max-new-tokens 256 "${@:4}" &
+        pids+=($!)
+    done
+    for pid in "${pids[@]}"; do wait "$pid"; done
 }
 
 one='gsm8k-train=35,gpteacher-codegen=35,gpteacher-roleplay=22,mbpp=11,self-instruct-seed,'
@@ -39,5 +49,5 @@ many+='synthetic-conversations-1k,multiwoz-2.1-val-test=200,synthetic-persona-ch
 many+='self-dialogue-corpus=150'
 answer train data:chat/train.jsonl.gz "$many" "$@"
 
-corpus "$output/validation.jsonl.gz" "$output/validation.md" --records "$work/validation.jsonl"
-corpus "$output/train.jsonl.gz" "$output/train.md" --records "$work/train.jsonl" --ids-only
+corpus "$output/validation.jsonl.gz" "$output/validation.md" --records "$work/validation"
+corpus "$output/train.jsonl.gz" "$output/train.md" --records "$work/train" --ids-only

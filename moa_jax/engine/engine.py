@@ -454,10 +454,9 @@ class Engine:
 
         Beside requests, dummy runs take at most BUDGET of the time.
         """
-        begin = time.perf_counter()
+        begin, free = time.perf_counter(), self._slots.free()
         is_due = self._pacing.dummy_runs and not (self._is_compiling or self._closed)
         is_due = is_due and not (self._scheduler.running and begin < self._dummy_run_at)
-        free = self._slots.free()
         needed = self.programs.num_slots if self.programs.splits_slots else 1
         if not is_due or len(free) < needed or self._batch.is_lost():
             return False

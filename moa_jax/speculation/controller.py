@@ -75,7 +75,7 @@ class DraftController:
         self.acceptance = AcceptanceRates(levels)
         self.debt_ms = 0.0
         self._num_rounds = 0
-        self._num_drafted = 0  # rounds since the last plain one
+        self._drafted_ms = 0.0  # time of drafted rounds since the last plain one
         self._prompt_ms = 0.0  # time of the drafter for prompts that is not in the debt yet
 
     def next(
@@ -119,7 +119,9 @@ class DraftController:
         elif loss_ms > 0:
             most = min(most, int(left_ms / loss_ms))
         # Plain decoding is measured now and then: a stored cost that is too high would hide a loss.
-        if self._num_drafted >= ROUNDS / BUDGET:
+        # If the gain is small, that costs little, and is done often.
+        loses_ms = ROUNDS * (plain_ms - token_ms(shape))
+        if not is_probe and BUDGET * self._drafted_ms > loses_ms:
             return ShapeChoice(NO_DRAFT, ROUNDS)
         if shape == NO_DRAFT or most < 1:  # plain rounds measure no acceptance
             repaid = int((loss_ms - left_ms) / (BUDGET * plain_ms)) + 1
@@ -148,9 +150,9 @@ class DraftController:
         self._num_rounds += rounds
         if shape == NO_DRAFT:
             self.acceptance.age(rounds)
-            self._num_drafted = 0
+            self._drafted_ms = 0.0
         else:
-            self._num_drafted += rounds
+            self._drafted_ms += rounds * costs.get(shape, 0.0)
             self.acceptance.update(shape, accepted, rounds)
         before_ms, self._prompt_ms = self._prompt_ms, self._prompt_ms * (1 - 1 / WINDOW) ** rounds
         self.debt_ms += before_ms - self._prompt_ms

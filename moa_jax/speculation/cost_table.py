@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,11 +33,15 @@ from moa_jax.config import DrafterConfig, DraftShape, TargetConfig
 from moa_jax.errors import InputError
 from moa_jax.files.model_folder import json_hash
 from moa_jax.files.whole_files import read_json, write_json
+from moa_jax.speculation.controller import STALLED
 from moa_jax.version import __version__
 
-# Weight of a step in the moving geometric mean: a machine that changes is followed within two
-# dozen steps, and one step that is stalled tenfold changes a cost by 15 percent. Shapes that do not
-# run follow at the square of this weight, 16 times as slowly.
+# What a damaged file of costs raises.
+DAMAGED = (InputError, OSError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
+# Weight of a step in the moving geometric mean, after the first steps, whose mean counts: a machine
+# that changes is followed within two dozen steps. A stalled step changes a cost by 4 percent, and
+# the first one by 41. Shapes that do not run follow at the square of this weight, 16 times as
+# slowly.
 STEP_WEIGHT = 1 / 16
 
 
@@ -64,6 +69,7 @@ class CostTable:
         self._ms: dict[tuple[int, DraftShape], dict[int, float]] = {}  # by cache length
         self._calibrated: set[tuple[int, DraftShape, int]] = set()  # by this process
         self._slowdown: dict[tuple[int, DraftShape], float] = {}  # over the calibrated cost
+        self._steps = Counter[tuple[int, DraftShape]]()  # that have corrected a cost
 
     def ms(self, batch: int, shape: DraftShape, length: int) -> float | None:
         """Milliseconds of a round of the whole batch; None if the shape is not calibrated."""
@@ -89,10 +95,13 @@ class CostTable:
         calibrated = self._calibrated_ms(cell, length)
         if calibrated is None or not 0 < ms < math.inf:
             return
+        self._steps[cell] += 1
+        now = self._slowdown.get(cell, 1.0)
         for other in [other for other in list(self._ms) if other[0] == batch]:
-            weight, slowdown = STEP_WEIGHT**2, self._slowdown.get(cell, 1.0)
-            if other == cell:
-                weight, slowdown = STEP_WEIGHT, ms / calibrated
+            weight, slowdown = STEP_WEIGHT**2, now
+            if other == cell:  # the calibrated cost counts as one step
+                weight = max(STEP_WEIGHT, 1 / (1 + self._steps[cell]))
+                slowdown = min(ms / calibrated, STALLED * now)
             before = self._slowdown.get(other, 1.0)
             self._slowdown[other] = before * (slowdown / before) ** weight
 
@@ -165,15 +174,7 @@ def load_costs(folder: Path | None, key: CostKey) -> tuple[CostTable, str | None
         for entry in content["costs"]:
             table.put(*_read(entry))
         table._calibrated.clear()
-    except (
-        InputError,
-        OSError,
-        LookupError,
-        TypeError,
-        ValueError,
-        ArithmeticError,
-        RecursionError,
-    ):
+    except DAMAGED:
         return CostTable(key), f"{path} is damaged: costs are measured anew"
     return table, None
 

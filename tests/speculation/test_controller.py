@@ -11,6 +11,7 @@ import pytest
 from moa_jax.config import DraftShape
 from moa_jax.speculation import controller
 from moa_jax.speculation.controller import BUDGET, KEPT, LIMIT, DraftController, ShapeChoice
+from moa_jax.speculation.cost_table import CostTable
 from tests.speculation import simulation
 from tests.speculation.simulation import CPU, NO_DRAFT, TREE, Costs, best_fixed, controlled, speed
 
@@ -235,20 +236,35 @@ def test_gains_are_not_spent_on_probes():
     assert found.next(costs).shape == CHAIN and found.debt_ms == 0.0
 
 
-def test_plain_decoding_is_measured_again_now_and_then():
-    """The cost may be wrong: a call that takes BUDGET of the rounds corrects it."""
-    made = choices(DraftController(7), TWO, 2, 1000)
-    plain = [index for index, choice in enumerate(made) if choice.shape == NO_DRAFT]
-    between = [made[a + 1 : b] for a, b in itertools.pairwise(plain)]
-    rounds = [sum(choice.rounds for choice in choices) for choices in between]
-    more = [each - controller.ROUNDS / BUDGET for each in rounds]
-    assert len(rounds) > 5 and all(0 <= each < controller.ROUNDS for each in more)
+@pytest.mark.parametrize("ms", [1.5, 2.2])
+def test_plain_decoding_is_measured_as_often_as_budget_allows(ms):
+    costs = {NO_DRAFT: 1.0, CHAIN: ms}  # chains commit 3 tokens a round
+    made = choices(DraftController(7), costs, 2, 1000)[100:]
+    plain = sum(choice.rounds for choice in made if choice.shape == NO_DRAFT)
+    drafted = sum(choice.rounds for choice in made if choice.shape != NO_DRAFT)
+    assert 0.5 * BUDGET < plain * (1.0 - ms / 3) / (drafted * ms) < 1.1 * BUDGET
+
+
+def test_a_plain_cost_that_is_calibrated_too_high_is_corrected():
+    """A chain that commits 3 tokens takes as long as 3.3 plain rounds; the table says 2.2."""
+    table, found, spent = CostTable(), DraftController(7), 0.0
+    true = {NO_DRAFT: 1.0, CHAIN: 3.3}
+    for shape, ms in true.items():
+        table.put(1, shape, 64, ms * (1.5 if shape == NO_DRAFT else 1.0))
+    for _ in range(3000 // 24):
+        costs = {shape: table.ms(1, shape, 64) for shape in true}
+        shape, rounds = found.next(costs)
+        found.observe(costs, shape, [shape.levels - 1] * rounds, rounds, 1, true[shape])
+        table.update(1, shape, 64, true[shape])
+        spent += 24 * true[shape] / shape.levels
+    assert spent < 3000 / 0.97
 
 
 def test_a_prompt_that_costs_more_than_an_answer_gains_is_not_drafted():
     """The time for the prompt counts per token of the rest of the answer."""
     found, costs = DraftController(4), {NO_DRAFT: 1.0, CHAIN: 1.5}
     found.observe(costs, CHAIN, [2] * 64, 64)
+    found.observe(costs, NO_DRAFT, [], 8)
     gain_ms = 1.0 - 1.5 / found.acceptance.tokens(CHAIN)
     shapes = [found.next(costs, 0.0, 60 * share * gain_ms, 60).shape for share in (0.9, 2.0)]
     assert shapes == [CHAIN, NO_DRAFT] and gain_ms > 0
