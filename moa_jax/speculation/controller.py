@@ -144,8 +144,8 @@ class DraftController:
 
         `accepted` has the accepted drafts of each row and round, all rows in one list. Rounds that
         a stop or a limit truncates are left out, and count neither as time nor as tokens.
-        `round_ms` is the measured time of a round, with what a call costs the host; None counts the
-        cost.
+        `round_ms` is the measured time of a round, with what a call costs the host; None or a stall
+        counts the cost.
         """
         self._num_rounds += rounds
         if shape == NO_DRAFT:
@@ -163,6 +163,7 @@ class DraftController:
         if shape != NO_DRAFT:
             num_rounds = np.size(accepted)
             num_tokens = num_rounds + float(np.sum(accepted))
-            ms = costs[shape] if round_ms is None else min(round_ms, STALLED * costs[shape])
+            is_stalled = round_ms is None or round_ms > STALLED * costs[shape]
+            ms = costs[shape] if is_stalled else round_ms
             self.debt_ms += (num_rounds * ms - num_tokens * plain_ms) / batch
         self.debt_ms = max(self.debt_ms, -KEPT * plain_ms)

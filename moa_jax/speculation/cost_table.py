@@ -38,10 +38,10 @@ from moa_jax.version import __version__
 
 # What a damaged file of costs raises.
 DAMAGED = (InputError, OSError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
-# Weight of a step in the moving geometric mean, after the first steps, whose mean counts: a machine
-# that changes is followed within two dozen steps. A stalled step changes a cost by 4 percent, and
-# the first one by 41. Shapes that do not run follow at the square of this weight, 16 times as
-# slowly.
+# Weight of a step in the moving geometric mean: a machine that changes is followed within two
+# dozen steps, and one step that is stalled tenfold changes a cost by 4 percent. The first dozen
+# steps weigh more: the calibrated cost counts as one step. Shapes that do not run follow at the
+# square of this weight, 16 times as slowly.
 STEP_WEIGHT = 1 / 16
 
 
@@ -95,15 +95,14 @@ class CostTable:
         calibrated = self._calibrated_ms(cell, length)
         if calibrated is None or not 0 < ms < math.inf:
             return
-        self._steps[cell] += 1
         now = self._slowdown.get(cell, 1.0)
-        for other in [other for other in list(self._ms) if other[0] == batch]:
-            weight, slowdown = STEP_WEIGHT**2, now
-            if other == cell:  # the calibrated cost counts as one step
-                weight = max(STEP_WEIGHT, 1 / (1 + self._steps[cell]))
-                slowdown = min(ms / calibrated, STALLED * now)
+        others = [other for other in list(self._ms) if other[0] == batch and other != cell]
+        for other in others:
             before = self._slowdown.get(other, 1.0)
-            self._slowdown[other] = before * (slowdown / before) ** weight
+            self._slowdown[other] = before * (now / before) ** (STEP_WEIGHT**2)
+        self._steps[cell] += 1
+        weight = max(STEP_WEIGHT, 1 / (1 + self._steps[cell]))
+        self._slowdown[cell] = now * min(ms / calibrated / now, STALLED) ** weight
 
     def merge(self, other: CostTable) -> None:
         """Adds costs of another table, except those that this process has calibrated."""

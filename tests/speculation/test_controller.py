@@ -221,7 +221,7 @@ def test_truncated_rounds_count_neither_as_time_nor_as_tokens():
 
 
 def test_a_round_counts_by_its_measured_time_unless_it_is_stalled():
-    for round_ms, counted in ((None, 1.5), (1.8, 1.8), (30.0, controller.STALLED * 1.5)):
+    for round_ms, counted in ((None, 1.5), (1.8, 1.8), (3.1, 1.5)):
         found = DraftController(2)
         found.observe(TWO, CHAIN, [0], 1, round_ms=round_ms)
         assert found.debt_ms == pytest.approx(counted - TWO[NO_DRAFT] - BUDGET * 1.5)
@@ -247,17 +247,17 @@ def test_plain_decoding_is_measured_as_often_as_budget_allows(ms):
 
 def test_a_plain_cost_that_is_calibrated_too_high_is_corrected():
     """A chain that commits 3 tokens takes as long as 3.3 plain rounds; the table says 2.2."""
-    table, found, spent = CostTable(), DraftController(7), 0.0
+    table, found, tokens, spent = CostTable(), DraftController(7), 0, 0.0
     true = {NO_DRAFT: 1.0, CHAIN: 3.3}
     for shape, ms in true.items():
         table.put(1, shape, 64, ms * (1.5 if shape == NO_DRAFT else 1.0))
-    for _ in range(3000 // 24):
+    while tokens < 3000:
         costs = {shape: table.ms(1, shape, 64) for shape in true}
         shape, rounds = found.next(costs)
         found.observe(costs, shape, [shape.levels - 1] * rounds, rounds, 1, true[shape])
         table.update(1, shape, 64, true[shape])
-        spent += 24 * true[shape] / shape.levels
-    assert spent < 3000 / 0.97
+        tokens, spent = tokens + rounds * shape.levels, spent + rounds * true[shape]
+    assert tokens / spent > 0.97
 
 
 def test_a_prompt_that_costs_more_than_an_answer_gains_is_not_drafted():
