@@ -258,6 +258,8 @@ class OpenAIServer:
             known = self._grammars.known(grammar.text)
             if known is not None and self._has_masks:
                 return known
+            if self._stopped:  # while the body was read
+                raise stopping()
             work = asyncio.get_running_loop().run_in_executor(self._compiler, compiled)
             self._compiling.add(work)
             try:

@@ -244,6 +244,18 @@ def test_a_drain_counts_requests_whose_grammar_is_compiled(seconds, status, monk
         assert len(server.engine.requests) == (status == b"200")
 
 
+def test_no_grammar_is_compiled_after_the_drain(monkeypatch):
+    body, go, compiled = LONG | {"structured_outputs": {"regex": "a"}}, threading.Event(), []
+    with Running() as server:
+        monkeypatch.setattr(server.server._grammars, "compile", compiled.append)
+        server.server._reader.submit(go.wait, PATIENCE)
+        with server.socket(COMPLETIONS, body) as runs:
+            wait_for(lambda: server.server.num_running)
+            server.drain(0.1).result(PATIENCE)
+            go.set()
+            assert read_until(runs, b"}").startswith(b"HTTP/1.1 503") and not compiled
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_outlives_the_drain_gets_an_error(stream):
     with Running() as server:
