@@ -52,3 +52,8 @@ def reject_unsupported(body: Mapping[str, Any], table: Unsupported, parent: str 
         if not any(type(value) is type(each) and value == each for each in silent):
             name = f"{parent}{name}"
             raise bad(name, f"{name} is not supported; leave it out", "unsupported_parameter")
+
+
+def not_json(name: str) -> Any:
+    """A `parse_constant` of json.loads: raises ValueError for NaN and Infinity."""
+    raise ValueError(f"{name} is not a JSON number")

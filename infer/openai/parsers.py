@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from infer.openai.fields import not_json
 from moa_jax.decode.detokenize import held_back
 
 THINK, END_THINK = "<think>", "</think>"
@@ -419,10 +420,10 @@ def _list(value: Any) -> list[Any]:
 
 
 def typed_json(text: str, kinds: set[str]) -> str:
-    """The JSON of a parameter's text: a value of one of the JSON types `kinds`, else a string."""
+    """The JSON of a parameter's text: its own if its type is one of `kinds`, else a string."""
     if kinds - {"string"}:
         with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(PYTHON_WORDS.get(text.strip(), text))
-            if JSON_TYPES[type(value)] & kinds:
-                return json.dumps(value, ensure_ascii=False, allow_nan=False)
+            own = PYTHON_WORDS.get(text.strip(), text.strip())
+            if JSON_TYPES[type(json.loads(own, parse_constant=not_json))] & kinds:
+                return own
     return json.dumps(text, ensure_ascii=False)

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from infer.openai.errors import bad, shown
-from infer.openai.fields import Unsupported, read_fields, reject_unsupported, wrong
+from infer.openai.fields import Unsupported, not_json, read_fields, reject_unsupported, wrong
 from infer.openai.grammars import GrammarText, after_reasoning, grammar_of
 from infer.openai.model import Model
 from infer.openai.parsers import TOOL_PARSERS, OutputParser, reasoning_at
@@ -196,7 +196,7 @@ class GenerationRequest:
 def object_of(data: bytes) -> dict[str, Any]:
     """The JSON object in a body; raises APIError for anything else."""
     try:
-        found = json.loads(data.decode("utf-8"), parse_constant=_not_json)
+        found = json.loads(data.decode("utf-8"), parse_constant=not_json)
     except (ValueError, RecursionError) as error:
         raise bad("body", f"the body is not JSON: {error}; send a JSON object") from error
     if not isinstance(found, dict):
@@ -204,10 +204,6 @@ def object_of(data: bytes) -> dict[str, Any]:
             "body", "the body is not a JSON object; send {...} with the fields of the request"
         )
     return found
-
-
-def _not_json(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def completion_of(body: dict[str, Any], model: Model) -> GenerationRequest:
@@ -260,6 +256,7 @@ def _with_parts(
     grammar, reasoning = request.grammar, reasoning_at(model.reasoning_parser, prompt)
     parallel = fields.parallel_tool_calls and not use.named
     if use.forced:
+        _reject_bans(fields)
         request = dataclasses.replace(request, stop_ids=_stop_ids_of(fields, model, ends=True))
         if grammar is not None:
             line = f"{grammar.field} goes with a tool_choice of none or auto; leave one of them out"
@@ -424,6 +421,8 @@ def _request(
     if fields.stream_options is not None and not fields.stream:
         raise bad("stream_options", "stream_options goes with stream; give stream true, or neither")
     grammar = grammar_of(fields.response_format, fields.structured_outputs)
+    if grammar is not None:
+        _reject_bans(fields)
     known = {*fields.__struct_fields__, *UNSUPPORTED, *OF_CHATS, *OF_COMPLETIONS, *SILENT}
     ignored = _unknown(body, known) + _unknown(options, {"include_usage"}, "stream_options.")
     return GenerationRequest(
@@ -439,6 +438,13 @@ def _request(
         ignored=ignored,
         grammar=grammar,
     )
+
+
+def _reject_bans(fields: SharedFields) -> None:
+    """Raises APIError for fields that could ban every token that a grammar allows."""
+    for name in ("min_tokens", "bad_words"):
+        if getattr(fields, name):
+            raise bad(name, f"{name} does not go with a grammar or a forced tool; leave one out")
 
 
 def _unknown(body: Mapping[str, Any], known: set[str], parent: str = "") -> tuple[str, ...]:

@@ -160,6 +160,8 @@ ONE = [  # a path, fields, `param`, and the rest of the message after `param`
     (CHATS, schema_of({"enum": ["x" * 2**20]}), "response_format", ": the grammar has 1048"),
     (CHATS, schema_of({"$defs": CHAIN, "$ref": "#/$defs/d0"}), "response_format", ": llguidance"),
     (COMPLETIONS, schema_of({}) | outputs(regex="a"), "response_format", " and structured_outputs"),
+    (COMPLETIONS, outputs(regex="a") | {"min_tokens": 1}, "min_tokens", " does not go with a gra"),
+    (CHATS, schema_of({}) | {"bad_words": ["x"]}, "bad_words", " does not go with a grammar or"),
     (COMPLETIONS, outputs(), OUTPUTS, " has nothing; give one of json, regex, choice"),
     (COMPLETIONS, outputs(regex="a", choice=["b"]), OUTPUTS, " has regex and choice; "),
     (COMPLETIONS, outputs(choice=[]), f"{OUTPUTS}.choice", " is []: expected `array` of"),

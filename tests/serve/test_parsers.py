@@ -16,7 +16,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from infer.openai.grammars import after_reasoning
-from infer.openai.parsers import TOOL_PARSERS, DeltaMessage, types_of
+from infer.openai.parsers import TOOL_PARSERS, DeltaMessage, typed_json, types_of
 from infer.openai.tools import Tool, tool_grammar
 from moa_jax.decode.detokenize import special_ids
 from tests.serve.toy_server import TOKENIZERS
@@ -59,6 +59,12 @@ def test_every_split_gives_the_same_message(tools, place, text, reasoning, conte
 def test_the_types_of_a_schema_that_contains_itself():
     loop = {"anyOf": [{"$ref": "#/$defs/a"}] * 99 + [{"type": 5}, {"enum": 5}, {"const": 1}]}
     assert types_of(loop, {"$defs": {"a": loop}}) == {"integer", "number"}
+
+
+def test_a_parameter_keeps_the_json_of_the_model():
+    kinds, nan = {"number", "array"}, "[NaN]"
+    for text, found in {"1E400": "1E400", " [1.10]\n": "[1.10]", nan: json.dumps(nan)}.items():
+        assert typed_json(text, kinds) == found
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["text", "special"])

@@ -79,6 +79,8 @@ def test_tools_calls_and_arguments_reach_the_template():
     assert chat_of(body | {"messages": HELLO}, model).ignored == ("tools",)
     forced = {"messages": HELLO, "tool_choice": "required", "ignore_eos": True}
     assert chat_of(body | forced, model).stop_ids == (EOS,)
+    with pytest.raises(APIError, match="min_tokens does not go with a grammar or a forced tool"):
+        chat_of(body | forced | {"min_tokens": 1}, model)
 
 
 def test_limits_on_tokens():
