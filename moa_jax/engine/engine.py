@@ -395,7 +395,7 @@ class Engine:
         self._failures_in_a_row = 0
         now = time.perf_counter()
         seconds, self._read_at = now - max(self._read_at, call.sent_at), now
-        call.is_clean &= not self._is_compiling
+        call.is_clean &= not (self._is_compiling or self._compiling_masks.locked())
         self._pacing.record(call, outputs, seconds)
         self._rounds[call.choice.name.shape] += max(len(each.output.rounds) for each in outputs)
         for each in outputs:
@@ -455,10 +455,10 @@ class Engine:
         Beside requests, dummy runs take at most BUDGET of the time.
         """
         begin, free = time.perf_counter(), self._slots.free()
-        is_due = self._pacing.dummy_runs and not (self._is_compiling or self._closed)
-        is_due = is_due and not (self._scheduler.running and begin < self._dummy_run_at)
+        waits = self._is_compiling or self._compiling_masks.locked() or self._closed
+        waits = waits or (self._scheduler.running and begin < self._dummy_run_at)
         needed = self.programs.num_slots if self.programs.splits_slots else 1
-        if not is_due or len(free) < needed or self._batch.is_lost():
+        if waits or not self._pacing.dummy_runs or len(free) < needed or self._batch.is_lost():
             return False
         name, length = self._pacing.dummy_runs.popleft()
         rows = name.size if name.kind == "decode" else 1
