@@ -39,14 +39,14 @@ class NamedSchema(msgspec.Struct):
     """The field `response_format.json_schema`; the answer is held to the schema, strict or not."""
 
     name: str | None = None
-    schema: dict[str, Any] | bool | None = None
+    schema: dict[str, Any] | None = None
     strict: bool | None = None
 
 
 class StructuredOutputs(msgspec.Struct):
     """The field `structured_outputs`, which has one of KINDS."""
 
-    json: dict[str, Any] | bool | str | None = None
+    json: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)] | None = None
     grammar: str | None = None

@@ -154,6 +154,7 @@ ONE = [  # a path, fields, `param`, and the rest of the message after `param`
     (CHATS, {"echo": True}, "echo", " is true: a chat does not repeat"),
     (CHATS, {"response_format": {"type": "xml"}}, "response_format.type", ' is "xml": give text,'),
     (CHATS, schema_of(None), "response_format.json_schema.schema", " is null: give a JSON schema"),
+    (CHATS, schema_of(True), "response_format.json_schema.schema", " is true: expected `object"),
     (CHATS, schema_of({"type": "x"}), "response_format", ": Invalid type: x; give another grammar"),
     (CHATS, schema_of({"not": {}}), "response_format", ': Unimplemented keys: ["not"]; give'),
     (CHATS, schema_of({"$ref": "#"}), "response_format", ": NoExtensionBias; give another grammar"),
