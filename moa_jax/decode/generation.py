@@ -27,7 +27,7 @@ from moa_jax.decode.background import BackgroundWorker
 from moa_jax.decode.logprobs import TokenLogprob
 from moa_jax.decode.programs import Program
 from moa_jax.decode.sampling import BatchSampling
-from moa_jax.decode.state import NEVER, DecodeState, StopConditions, Weights
+from moa_jax.decode.state import NEVER, DecodeState, StaticConfig, StopConditions, Weights
 from moa_jax.decode.step import CATCH_UP
 from moa_jax.pretrained import Target
 from moa_jax.runtime.multihost import gathered
@@ -80,6 +80,7 @@ class Call(NamedTuple):
 class Decoder(Protocol):
     """The part of `Session` that a generation uses; methods are documented there."""
 
+    setup: StaticConfig
     target: Target
     ways: tuple[DraftShape, ...]
     controller: DraftController | None
@@ -230,8 +231,8 @@ class Generation:
 
     @property
     def _sync_turns(self) -> int:
-        """Turns of `step.synced` in which the drafter catches up."""
-        return -(-self._lag // CATCH_UP)
+        """Most turns of `step.synced` in which the drafter catches up."""
+        return -(-min(self._lag, self._session.setup.lag_limit or self._lag) // CATCH_UP)
 
     @property
     def arrays(self) -> LoopArrays:

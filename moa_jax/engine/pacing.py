@@ -138,11 +138,14 @@ class Pacing:
         return 1, max(1, self._programs.num_rows - session.room.draft_rows - timed)
 
     def _untimed(self, name: ProgramName) -> list[int]:
-        """Cache lengths at which a program is to be timed; all kinds of rows have one cost."""
+        """Cache lengths at which a program is to be timed; all kinds of rows have one cost.
+
+        Those of `catch_up` are lags, which do not grow beyond `StaticConfig.lag_limit`.
+        """
         if self._controller is None or name.kind not in ("catch_up", "decode"):
             return []
         if name.kind == "catch_up":
-            return [*self.lengths()]
+            return [min(at, self._programs.session.setup.lag_limit or at) for at in self.lengths()]
         greedy = name._replace(rows=GREEDY)
         is_timed = name == greedy or greedy not in self._programs.ready
         if name.rows == LOGPROBS or name.masked or not is_timed:

@@ -63,7 +63,7 @@ def test_a_lagging_drafter_reads_the_rows_of_windows_before_they_are_dropped(mon
     pair = TINY.gemma.target(), TINY.gemma.drafter("moa-1")
     own = Session(*pair, CHAIN, ways=(LONG,), chunk=4, cache_rows=256)
     found = own.begin([PROMPTS[1]], 110, NO_STOP, GREEDY)
-    assert found.take(NO_DRAFT, 100).rounds == 100
+    assert found.take(NO_DRAFT, 100).rounds == 100 and found._sync_turns == 1
     found.catch_up()
     text = [*PROMPTS[1], *found.tokens()[0]]
     read = own.begin([text[:-1]], 9, NO_STOP, GREEDY)

@@ -15,6 +15,7 @@ import pytest
 from infer.cli.flags.auto import ways_of
 from moa_jax import Session
 from moa_jax.config import DraftShape
+from moa_jax.decode.state import StaticConfig
 from moa_jax.engine import Engine, EngineStats, Request
 from moa_jax.engine.batch import Choice, RowOutput
 from moa_jax.engine.pacing import ROUNDS_BESIDE_PREFILL, Pacing
@@ -329,6 +330,9 @@ def test_drafted_calls_are_as_long_as_plain_ones_and_catching_up_has_a_price(mon
     monkeypatch.setattr(engine.session.controller, "next", choose)
     assert pacing.choose(states).rounds == 4
     assert seen == pytest.approx([0.0 + 3.0 + 4.0, 4.0, 9.0], rel=0.01)
+    monkeypatch.setattr(StaticConfig, "lag_limit", 50)  # a drafter lags no further
+    pacing.add_dummy_runs([name := ProgramName("catch_up", 32)])
+    assert {at for each, at in pacing.dummy_runs if each == name} == {1, 50}
 
 
 def measuring(**settings) -> Engine:
