@@ -189,7 +189,7 @@ def _write_slots(
 
     if len(slot_B) == 1:
         return write_one(0, cache_RKSE)
-    if is_cpu:  # in place, as XLA's expansion of a scatter is not
+    if traced_platform() != "gpu":  # in place, as XLA's expansion of a scatter is not
         return lax.fori_loop(0, len(slot_B), write_one, cache_RKSE)
     if is_ring:
         row_BT = (start_B[:, None] + jnp.arange(new_BKTE.shape[2])) % cache_RKSE.shape[2]

@@ -49,7 +49,9 @@ def pair_of(num_nodes: int, num_layers: int = LAYERS, cfg: TargetConfig = LLAMA)
     return StaticConfig(cfg, drafter, shape)
 
 
-def engine_program(setup: StaticConfig, rows: int, batch: int = 4) -> tuple[HloModule, Any]:
+def engine_program(
+    setup: StaticConfig, rows: int, batch: int = 4, topology: str = H200.name
+) -> tuple[HloModule, Any]:
     """Compiles a decode call of an engine with six slots; the drafter lags in every slot."""
     setup, weights = setup._replace(catches_up=setup.drafter is not None), abstract_weights(setup)
     empty = functools.partial(device_ops.empty, setup, slots=6, rows=rows)
@@ -59,7 +61,7 @@ def engine_program(setup: StaticConfig, rows: int, batch: int = 4) -> tuple[HloM
     decode = functools.partial(device_ops.decode, setup)
     given = (weights, state, device_ops.DecodeInput(*rows, np.int32(0)))
     how = {"donate": (1,), "drafts": setup.shape.num_drafted > 0}
-    return lowering.compile_for(devices(H200)[0], decode, *given, **how), weights
+    return lowering.compile_for(devices(machine(topology))[0], decode, *given, **how), weights
 
 
 def branches(text: str) -> list[str]:
@@ -93,13 +95,16 @@ def report(
     """Returns the moves, branches and memory of the loop of a compiled program.
 
     A kind is `pair`, `prefill`, `slot` or `slots` (one row or four of six slots of an engine), or
-    `experts` or `windows`, other targets. Weights as int8/128 have scales of groups.
+    `experts`, `windows` or `rings` (four slots), other targets. Weights as int8/128 have scales of
+    groups.
     """
-    cfg = {"experts": QWEN3, "windows": GEMMA3}.get(kind, LLAMA)
+    cfg = {"experts": QWEN3, "windows": GEMMA3, "rings": GEMMA3}.get(kind, LLAMA)
     is_small = kind in ("prefill", "windows") or topology != H200.name
     setup = pair_of(num_nodes, 2 if is_small else LAYERS, cfg)
-    if kind in ("slot", "slots"):
-        program, held = engine_program(setup, cache_rows, 1 if kind == "slot" else 4)
+    if kind in ("slot", "slots", "rings"):
+        setup = setup._replace(ahead=552)  # of chunks of 512 tokens
+        batch = 1 if kind == "slot" else 4
+        program, held = engine_program(setup, cache_rows, batch, topology)
     else:
         weights, *groups = weights.split("/")
         held, (device,) = abstract_weights(setup, weights), devices(machine(topology))
@@ -206,3 +211,11 @@ def test_a_tpu_decodes_with_windows_and_with_experts(kind):
     facts = in_child(report, kind, 1, 2048, "bfloat16", "v6e:1x1")
     assert [size for _, _, size, _, _ in facts["moves"] if size > 2048 * 16 * 128 * 2] == []
     assert facts["temp"] < 0.02 * facts["weights"]
+
+
+@pytest.mark.slow
+@needs["tpu"]
+def test_a_tpu_writes_to_caches_of_slots_in_place():
+    """Six slots have a ring of 1664 rows in one layer, and 4096 rows in the other."""
+    facts = in_child(report, "rings", 1, 4096, "bfloat16", "v6e:1x1")
+    assert [size for _, _, size, _, _ in facts["moves"] if size > 1664 * 16 * 128 * 2] == []

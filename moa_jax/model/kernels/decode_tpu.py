@@ -66,7 +66,10 @@ def attend(
     if cache_mask.tree_size:
         rows = KV(heads_BKXTE[:, :, -2], heads_BKXTE[:, :, -1])
         past = cache.write(past, rows, cache_mask.start_B(T), cache_mask.window > 0)
-        tree_BKGTE, tree_lse_BKGT = _attend_tree(q_BKGTE, past, cache_mask)
+        row_BX = cache_mask.length_B[:, None] + jnp.arange(cache_mask.tree_size)
+        if T < cache_mask.tree_size:  # the first rows are those of earlier passes
+            rows = cache.take(past, row_BX, cache_mask.window > 0)
+        tree_BKGTE, tree_lse_BKGT = _attend_tree(q_BKGTE, rows, row_BX, cache_mask)
         higher_BKGT = jnp.maximum(lse_BKGT, tree_lse_BKGT)
         parts = ((lse_BKGT, prefix_BKGTE), (tree_lse_BKGT, tree_BKGTE))
         weights = [jnp.exp(lse_BKGT - higher_BKGT)[..., None] for lse_BKGT, _ in parts]
@@ -75,27 +78,16 @@ def attend(
     return jnp.moveaxis(prefix_BKGTE, 3, 1).astype(q_BKGTE.dtype), past
 
 
-def _attend_tree(q_BKGTE: Array, past: AnyCache, cache_mask: CacheMask) -> tuple[Array, Array]:
+def _attend_tree(
+    q_BKGTE: Array, rows: KV, row_BX: Array, cache_mask: CacheMask
+) -> tuple[Array, Array]:
     """Attention to the X rows after the prefix, and its log-sum-exps."""
-    T, X = q_BKGTE.shape[3], cache_mask.tree_size
-    kv, slot_B = cache.parts_of(past)
-    K, E = q_BKGTE.shape[1], q_BKGTE.shape[4]
-
-    def cut(rows_RKSE: Array) -> Array:
-        one = lambda slot, start: lax.dynamic_slice(rows_RKSE, (slot, 0, start, 0), (1, K, X, E))[0]
-        return jax.vmap(one)(slot_B, cache_mask.length_B)
-
-    if cache_mask.window:  # of a ring, in which the X rows may continue at row 0
-        position_BX = cache_mask.length_B[:, None] + jnp.arange(X)
-        k_BKXE, v_BKXE = cache.take(past, position_BX, is_ring=True)
-    else:
-        k_BKXE, v_BKXE = map(cut, kv)
+    (k_BKXE, v_BKXE), (T, E) = rows, q_BKGTE.shape[3:]
     score_BKGTX = E**-0.5 * jnp.einsum(
         "BKGTE,BKXE->BKGTX", q_BKGTE, k_BKXE, preferred_element_type=jnp.float32
     )
     seen_BTX = cache_mask.tree_mask(T)
     if cache_mask.first:
-        row_BX = cache_mask.length_B[:, None] + jnp.arange(X)
         seen_BTX = seen_BTX & (row_BX >= cache_mask.first)[:, None]
     score_BKGTX = jnp.where(seen_BTX[:, None, None], score_BKGTX, NOTHING)
     lse_BKGT = jax.nn.logsumexp(score_BKGTX, axis=-1)
