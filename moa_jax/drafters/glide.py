@@ -88,7 +88,8 @@ class GlideLayer(nn.Module):
         eps = self.block.rms_norm_eps
         self.input_norm, self.post_attention_norm = RMSNorm(eps), RMSNorm(eps)
         self.attention = Attention(self.block)
-        self.cross_attention = CrossAttention(self.memory)  # used without its `kv` projection
+        # Its queries have no norm, and its `kv` projection is not used.
+        self.cross_attention = CrossAttention(dataclasses.replace(self.memory, qk_norm=False))
         self.mlp = MLP(self.block)
 
     def rows(self, x_BTD: Array, turn: Rotation) -> KV:
