@@ -10,6 +10,7 @@
 set -euo pipefail
 work=${WORK:-runs/smollm2} output=${OUTPUT:-train/data/smollm2} shards=${SHARDS:-1}
 mkdir -p "$work" "$output"
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT # Ctrl-C does not reach processes in the background
 
 corpus() { # OUTPUT TABLE [FLAGS]
     [ -e "$1" ] || "${PYTHON:-python}" -m train.corpus --output "$1" --without data:specbench \

@@ -36,7 +36,7 @@ from moa_jax.files.whole_files import read_json, write_json
 from moa_jax.speculation.controller import STALLED
 from moa_jax.version import __version__
 
-# What a damaged file of costs raises.
+# Exceptions of a damaged file of costs.
 DAMAGED = (InputError, OSError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 # Weight of a step in the moving geometric mean: a machine that changes is followed within two
 # dozen steps, and one step that is stalled tenfold changes a cost by 4 percent. The first dozen
