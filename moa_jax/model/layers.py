@@ -217,19 +217,29 @@ class Attention(nn.Module):
         packed_BTKXE = self._scaled(self.packed(x_BTD), turn)
         packed_BTKXE = sharding.constrain_inner(packed_BTKXE, "rows", None, "kv_heads")
         heads_BKXTE = rotate_packed(packed_BTKXE, turn)  # a kernel rotates heads itself; for `rows`
-        rows = rows_of(heads_BKXTE)
+        q_BKGTE, rows = parted(heads_BKXTE)
         if isinstance(seen, CacheMask):
             mixed_BTKGE, past = attend_cached(packed_BTKXE, turn, past, seen)
         else:
             every = rows if past is None else cache.join(past, rows)
-            mixed_BTKGE = attend(heads_BKXTE[:, :, :-2], every, seen)
+            mixed_BTKGE = attend(q_BKGTE, every, seen)
         B, T = mixed_BTKGE.shape[:2]
         return self.out(mixed_BTKGE.reshape(B, T, -1)), rows, past
 
 
+def parted(heads_BKXTE: Array) -> tuple[Array, KV]:
+    """Packed heads as queries (B, K, G, T, E), and keys and values.
+
+    The gradient of a split is one concatenation; that of slices is a sum of three padded arrays.
+    """
+    G = heads_BKXTE.shape[2] - 2
+    q_BKGTE, k_BK1TE, v_BK1TE = jnp.split(heads_BKXTE, (G, G + 1), axis=2)
+    return q_BKGTE, KV(k_BK1TE.squeeze(2), v_BK1TE.squeeze(2))
+
+
 def rows_of(heads_BKXTE: Array) -> KV:
     """The keys and values among packed heads."""
-    return KV(heads_BKXTE[:, :, -2], heads_BKXTE[:, :, -1])
+    return parted(heads_BKXTE)[1]
 
 
 def norm_of(cfg: BlockConfig) -> RMSNorm:

@@ -1,5 +1,7 @@
 """CPU kernels in panels compute the same products, in one library call each, without copies."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,7 @@ def test_products_equal_those_with_the_matrix(rows):
     kernel = cpu.cut(jnp.asarray(KERNEL))
     assert isinstance(kernel, Panels) and kernel.shape == KERNEL.shape
     want = np.tensordot(x, KERNEL, 1)
-    assert_close(quantize.matmul(x, kernel, jnp.float32), want, 2e-6)
+    assert_close(quantize.matmul(x, kernel, jnp.float32), want, "product", 2e-6)
 
 
 @pytest.mark.skipif(not cpu.is_fast(), reason="panels need XLA's library for CPUs")
@@ -66,3 +68,18 @@ def test_each_product_is_one_library_call(rows):
     panels = (128 // width, max(rows, 2), width)  # they are outermost
     assert [call.dims for call in calls] == [panels] * 2
     assert max(each.size for each in main) <= kernel.columns_PDC.nbytes
+
+
+def test_bfloat16_products_of_training_have_float32_results():
+    """XLA would compile bfloat16 products with bfloat16 results to loops, several times slower."""
+
+    def loss(kernel, x):
+        return jnp.tanh(quantize.matmul(x, kernel, x.dtype)).astype(jnp.float32).sum()
+
+    gradient = jax.jit(jax.grad(loss, (0, 1)))
+    x = np.random.default_rng(1).standard_normal((4, 5, 96), np.float32)
+    given = jnp.asarray(0.1 * KERNEL), jnp.asarray(x, jnp.bfloat16)
+    products = re.findall(r"dot_general.*-> (\S+)", gradient.lower(*given).as_text())
+    assert len(products) == 3 and all(each.endswith("xf32>") for each in products)
+    for found, exact in zip(gradient(*given), gradient(given[0], x), strict=True):
+        assert_close(np.float32(found), exact, "gradient", 0.01)
