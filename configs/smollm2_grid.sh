@@ -36,7 +36,7 @@ grid() { # CONFIG [FLAGS]
 
 case $stage in
 target) ;;
-rates) grid rates --runs 'moa_tokens-*,eagle3-*,llama-*,eagle2-*,moa-*' "${@:2}" ;;
+rates) grid rates --runs 'moa_tokens-*,eagle3-*,llama-*,eagle2-*' "${@:2}" ;;
 first) grid matched --runs 'moa_tokens-*-seed0,eagle3-*-seed0,llama-*-seed0' "${@:2}" ;;
 rest) grid matched --runs 'eagle2-*seed0,moa_n3_tokens-*seed0,moa-*seed0,lookup' "${@:2}" ;;
 second)

@@ -37,9 +37,9 @@ smollm2 = runpy.run_path(str(here.with_name("shapes.py")))["SHAPES"][
 ]
 RATES: dict[str, float] = {}  # by kind, of smollm2_rates.py
 # The kind whose rate a cell takes, if the cell is not a kind of its own.
-KINDS = {"moa_n3": "moa", "moa_n1": "moa", "moa_last": "moa_tokens", "moa_mean": "moa_tokens"}
-KINDS |= {"moa_norms": "moa_tokens", "moa_first_tokens": "moa_tokens"}
-KINDS |= {"moa_n3_tokens": "moa_tokens", "eagle3_and_head": "eagle3", "glide": "llama"}
+KINDS = dict.fromkeys(("moa", "moa_n1", "moa_n3", "moa_n3_tokens"), "moa_tokens")
+KINDS |= dict.fromkeys(("moa_last", "moa_mean", "moa_norms", "moa_first_tokens"), "moa_tokens")
+KINDS |= {"eagle3_and_head": "eagle3", "glide": "llama"}
 
 
 def moa(**changes: object) -> MoaConfig:
@@ -105,7 +105,7 @@ config = GridConfig(
     shapes=(DraftShape(5), DraftShape(3), DraftShape(7), DraftShape(5, 4, 16)),
     temperatures=(0.0, 1.0),
     sets=("mt_bench", "humaneval", "gsm8k", "alpaca", "sum", "qa"),
-    prompts=64,
+    prompts=32,
     max_new_tokens=128,
     past_end=False,
 )

@@ -18,7 +18,7 @@ matched: GridConfig = known["config"]
 config = dataclasses.replace(
     matched,
     cells=tuple((name, known["with_updates"](each, 300)) for name, each in matched.cells),
-    learning_rates=(1e-4, 2e-4, 4e-4),
+    learning_rates=(2e-4, 4e-4, 8e-4),
     seeds=(0,),
     directory="runs/smollm2/rates",
     untrained=(),
