@@ -218,12 +218,12 @@ def matmul(x: Array, kernel: Matrix, dtype: Any) -> Array:
         y = (y * joined(kernel.scale).astype(jnp.float32)).astype(dtype)
     elif isinstance(kernel, Panels):
         y = cpu.multiply(x, kernel).astype(dtype)
+    elif x.dtype == jnp.bfloat16 and traced_platform() == "cpu" and not apart:
+        y = cpu.multiply_bfloat16(x, joined(kernel, inputs)).astype(dtype)
     elif is_master:
         y = _by_master(x, joined(kernel, inputs), dtype)
-    elif apart:
-        y = multiply(x, kernel.astype(x.dtype), preferred_element_type=dtype)
     else:
-        y = _product(x, joined(kernel, inputs), dtype)
+        y = multiply(x, joined(kernel.astype(x.dtype), inputs), preferred_element_type=dtype)
     return y.reshape(*x.shape[:-1], *outputs)
 
 
@@ -247,12 +247,8 @@ def _by_groups(x: Array, kernel: Quantized, dtype: Any) -> Array:
     return y.reshape(*before, *outputs).astype(dtype)
 
 
-def _product(x: Array, kernel_DF: Array, dtype: Any) -> Array:
-    """x @ kernel in `dtype`, with the kernel cast to the dtype of x."""
-    kernel_DF = kernel_DF.astype(x.dtype)
-    if x.dtype == jnp.bfloat16 and traced_platform() == "cpu":
-        return cpu.multiply_bfloat16(x, kernel_DF).astype(dtype)
-    return jnp.matmul(x, kernel_DF, preferred_element_type=dtype)
+def _cast_and_multiply(x: Array, kernel_DF: Array, dtype: Any) -> Array:
+    return jnp.matmul(x, kernel_DF.astype(x.dtype), preferred_element_type=dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -262,19 +258,20 @@ def _by_master(x: Array, kernel_DF: Array, dtype: Any) -> Array:
     The weight's gradient is summed in the weight's dtype, over tokens and over devices; the
     gradient of a plain cast would sum parts in the activations' dtype.
     """
-    return _product(x, kernel_DF, dtype)
+    return _cast_and_multiply(x, kernel_DF, dtype)
 
 
 def _by_master_forward(x: Array, kernel_DF: Array, dtype: Any) -> tuple[Array, Any]:
-    return _product(x, kernel_DF, dtype), (x, kernel_DF)
+    return _cast_and_multiply(x, kernel_DF, dtype), (x, kernel_DF)
 
 
 def _by_master_backward(dtype: Any, kept: Any, towards: Array) -> tuple[Array, Array]:
     x, kernel_DF = kept
+    towards_x = jax.linear_transpose(lambda x: _cast_and_multiply(x, kernel_DF, dtype), x)
     D, F = kernel_DF.shape
     given = (x.reshape(-1, D), towards.reshape(-1, F))
     of_kernel_DF = jnp.einsum("XD,XF->DF", *given, preferred_element_type=kernel_DF.dtype)
-    return _product(towards, kernel_DF.T, x.dtype), of_kernel_DF
+    return *towards_x(towards), of_kernel_DF
 
 
 _by_master.defvjp(_by_master_forward, _by_master_backward)

@@ -119,18 +119,46 @@ def multiply(x: Array, panels: Panels) -> Array:
     return jnp.moveaxis(y_PXC[:, :X], 0, 1).reshape(*before, -1)
 
 
+@jax.custom_vjp
 def multiply_bfloat16(x: Array, kernel_DF: Array) -> Array:
-    """The product of x (..., D) and a matrix, both in bfloat16, (..., F) in float32.
+    """The product of x (..., D) in bfloat16 and a matrix cast to it, (..., F) in float32.
 
     XLA's CPU library has bfloat16 products of at least two rows with float32 results. XLA compiles
-    all other bfloat16 products to loops, several times slower.
+    all other bfloat16 products, and so those of a gradient, to loops or in float32, several times
+    slower. Gradients are summed in float32, like those of other platforms.
     """
     *before, inputs = x.shape
     rows_XD = x.reshape(-1, inputs)
     X = len(rows_XD)
     rows_XD = jnp.pad(rows_XD, ((0, max(LEAST_ROWS - X, 0)), (0, 0)))
-    y_XF = jnp.matmul(rows_XD, kernel_DF, preferred_element_type=jnp.float32)
+    y_XF = jnp.matmul(rows_XD, kernel_DF.astype(x.dtype), preferred_element_type=jnp.float32)
     return y_XF[:X].reshape(*before, -1)
+
+
+def _forward(x: Array, kernel_DF: Array) -> tuple[Array, tuple[Array, Array]]:
+    return multiply_bfloat16(x, kernel_DF), (x, kernel_DF)
+
+
+def _backward(kept: tuple[Array, Array], towards: Array) -> tuple[Array, Array]:
+    x, kernel_DF = kept
+    D, F = kernel_DF.shape
+    towards_XF = towards.astype(x.dtype).reshape(-1, F)
+    of_x = multiply_bfloat16(towards_XF, _transposed(kernel_DF.astype(x.dtype)))
+    of_kernel_DF = multiply_bfloat16(_transposed(x.reshape(-1, D)), towards_XF)
+    return of_x.reshape(x.shape).astype(x.dtype), of_kernel_DF.astype(kernel_DF.dtype)
+
+
+multiply_bfloat16.defvjp(_forward, _backward)
+
+
+def _transposed(matrix: Array) -> Array:
+    """The transpose, as an array of its own: it is behind a branch that XLA cannot decide.
+
+    Otherwise XLA joins the transpose and the product, and its library has no such bfloat16 product.
+    """
+    always = lax.optimization_barrier(jnp.bool_(True))
+    none = lambda matrix: jnp.zeros(matrix.shape[::-1], matrix.dtype)
+    return lax.cond(always, jnp.transpose, none, matrix)
 
 
 @functools.cache
