@@ -3,7 +3,7 @@
     bash configs/smollm2_answers.sh --batch 64
     bash configs/smollm2_grid.sh target
     python -m train.distill --config configs/smollm2.py --target-cache runs/smollm2/cache \\
-        --target-cache-dtype bfloat16 --target-cache-gb 60
+        --target-cache-dtype bfloat16 --target-cache-gb 64
     python -m train.bench --config configs/smollm2.py --no-plain --cached-target bfloat16 \\
         --target HuggingFaceTB/SmolLM2-135M-Instruct
 

@@ -31,7 +31,7 @@ python=${PYTHON:-python} work=runs/smollm2 data=train/data/smollm2/train.jsonl.g
 
 grid() { # CONFIG [FLAGS]
     "$python" -m train.grid --config "configs/smollm2_$1.py" --target-cache $work/cache \
-        --target-cache-dtype bfloat16 --target-cache-gb 60 "${@:2}"
+        --target-cache-dtype bfloat16 --target-cache-gb 64 "${@:2}"
 }
 
 case $stage in
