@@ -2,7 +2,8 @@
 
 row_settings(sampling, ...)     host arrays of one row, made when a request arrives
 joined(rows)                    the rows of a call
-batch_sampling(vocab_size)      on the device: keys from seeds, biases and masks over the vocabulary
+prepared(setup, state, ...)     on the device: keys from seeds, biases and masks over ids,
+                                and token counts for penalties
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from moa_jax.config import Sampling
 from moa_jax.config.checks import is_id
 from moa_jax.decode.banned import bans_of, has_bans
 from moa_jax.decode.limits import MOST_STOPS, check_stops
-from moa_jax.decode.sampling import BatchSampling, host_batch_sampling, with_keys
+from moa_jax.decode.sampling import BatchSampling, counts_in, host_batch_sampling, with_keys
+from moa_jax.decode.state import RoundState, StaticConfig, StopConditions
 from moa_jax.errors import InputError
 
 MOST_BIASES = 1024  # ids of a `logit_bias`
@@ -57,6 +59,16 @@ class RowSettings(NamedTuple):
         row_B1 = jnp.arange(len(zero_BV))[:, None]
         bias_BV = zero_BV.at[row_B1, self.biases.ids_BX].add(self.biases.values_BX, mode="drop")
         return sampling._replace(bias_BV=bias_BV)
+
+    def prepared(
+        self, setup: StaticConfig, now: RoundState, tokens_BC: jax.Array, count_B: jax.Array
+    ) -> tuple[RoundState, StopConditions, BatchSampling]:
+        """The settings of a call, and the state with counts of the first `count` tokens."""
+        vocab_size = setup.target.vocab_size
+        sampling = self.batch_sampling(vocab_size)
+        of_tokens = (tokens_BC, self.prompt_length_B, vocab_size, count_B)
+        now = now._replace(token_counts=counts_in(sampling, *of_tokens))
+        return now, StopConditions(self.total_B, self.stop_ids_BX), sampling
 
 
 def is_sampled(sampling: Sampling) -> bool:

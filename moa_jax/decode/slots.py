@@ -12,7 +12,7 @@ to separate arrays and back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,8 @@ from jax import lax
 
 from moa_jax.decode import step
 from moa_jax.decode.sampling import BatchSampling
-from moa_jax.decode.state import RoundState, StaticConfig, Weights
+from moa_jax.decode.state import RoundState, StaticConfig, TreePass, Weights
+from moa_jax.drafters.api import Tree
 from moa_jax.model.cache import SlotCache, is_cache
 
 Array = jax.Array
@@ -38,6 +39,14 @@ class SlotState(NamedTuple):
 
     round: RoundState  # without token counts, which each call computes from the tokens
     tokens_BC: Array
+    passed: TreePass | None = None  # of a batch, for the masked call that follows
+
+
+class Drafts(NamedTuple):
+    """The trees that the next masked call of a batch verifies; roots are undefined."""
+
+    slot_B: Array
+    tree: Tree
 
 
 def empty(
@@ -47,6 +56,16 @@ def empty(
     now = step.empty(setup, weights, slots, rows, BatchSampling())
     now = now._replace(done_B=~now.done_B)
     return SlotState(now, jnp.zeros((slots, rows + 1), jnp.int32)), None
+
+
+def verify(
+    setup: StaticConfig, weights: Weights, state: SlotState, drafts: Drafts
+) -> tuple[SlotState, None]:
+    """Runs the target over the trees of a batch, before the host has made their masks."""
+    batch = batch_of(state, drafts.slot_B)
+    root_B = jnp.take_along_axis(batch.tokens_BC, batch.round.length_B[:, None], axis=1)[:, 0]
+    now, passed = step.tree_pass(setup, weights, batch.round, drafts.tree, root_B)
+    return placed(state, batch._replace(round=now), drafts.slot_B)._replace(passed=passed), None
 
 
 def copy(
@@ -74,6 +93,15 @@ def copy(
         length_B=at(now.length_B, length), done_B=at(now.done_B, False), draft_lag=lag
     )
     return state._replace(round=now), None
+
+
+def catch_up(
+    setup: StaticConfig, weights: Weights, state: SlotState, slot_1: Array, *, sizes: Sequence[int]
+) -> tuple[SlotState, None]:
+    """Runs the drafter over tokens that it has not processed, see `step.sync_drafter`."""
+    batch = batch_of(state, slot_1)
+    now = step.sync_drafter(setup, weights, batch.round, batch.tokens_BC, sizes)
+    return placed(state, SlotState(now, batch.tokens_BC), slot_1), None
 
 
 def common_prefix(held: np.ndarray, wanted: np.ndarray, written: int) -> int:

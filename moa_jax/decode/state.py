@@ -19,7 +19,7 @@ from moa_jax.config import DraftShape, TargetConfig
 from moa_jax.decode.logprobs import LogProbs
 from moa_jax.decode.sampling import TokenCounts
 from moa_jax.decode.verify import VerifyResult
-from moa_jax.drafters.api import Cache, Drafter, TargetActivations
+from moa_jax.drafters.api import Cache, Drafter, TargetActivations, Tree
 from moa_jax.model import llama
 from moa_jax.model.cache import HiddenCache
 from moa_jax.model.quantize import Matrix
@@ -134,6 +134,13 @@ class DecodeState(NamedTuple):
     def root_B(self) -> Array:
         """Each row's newest token, which is committed and not yet in any cache."""
         return jnp.take_along_axis(self.tokens_BC, self.round.length_B[:, None], axis=1)[:, 0]
+
+
+class TreePass(NamedTuple):
+    """A target pass over a tree whose nodes are not chosen yet."""
+
+    tree: Tree
+    found: llama.ForwardOutput  # without caches, which have the rows
 
 
 class Verified(NamedTuple):

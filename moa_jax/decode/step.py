@@ -36,6 +36,7 @@ from moa_jax.decode.state import (
     RoundState,
     StaticConfig,
     StopConditions,
+    TreePass,
     Verified,
     Weights,
 )
@@ -126,7 +127,7 @@ def advance(
     state: DecodeState,
     limits: StopConditions,
     batch_sampling: BatchSampling,
-    tree: Tree | None = None,
+    passed: TreePass | None = None,
 ) -> DecodeState:
     """Runs one round: propose, verify, commit, extend. Rows that are done do not change.
 
@@ -134,10 +135,14 @@ def advance(
     """
     round_state = state.round
     draft_cache = round_state.draft_cache
-    if tree is None:
+    if passed is None:
         tree, draft_cache = propose(setup, weights, round_state, batch_sampling, state.root_B)
+    else:
+        tree = passed.tree
     with jax.named_scope("verify"):
-        found = verify_tree(setup, weights, round_state, batch_sampling, tree)
+        found = verify_tree(
+            setup, weights, round_state, batch_sampling, tree, passed and passed.found
+        )
     lag = round_state.draft_lag
     if setup.shape.num_drafted:
         tokens_BD = jnp.take_along_axis(tree.tokens_BN, found.result.path_BD, axis=1)
@@ -190,20 +195,34 @@ def masked_round(
     state: DecodeState,
     limits: StopConditions,
     batch_sampling: BatchSampling,
-    tree: Tree,
-) -> tuple[DecodeState, tuple[Array, Array]]:
-    """Runs one round over a given tree; also returns tokens_BN and parent_BN of the next tree.
+    passed: TreePass,
+) -> tuple[DecodeState, Tree]:
+    """Runs one round after the pass over its tree; also returns the next tree.
 
     A host that makes masks of a grammar needs the drafted tokens before the target chooses among
-    them: `batch_sampling.allowed_BNV` has the masks after the nodes of `tree`. The tokens of `tree`
-    are drafts after the row's newest token, or NO_TOKEN; any drafts give the same output. Sampled
-    candidates are verified as given tokens, without the drafter's probabilities.
+    them: `batch_sampling.allowed_BNV` has the masks after the nodes of the tree. Sampled candidates
+    are verified as given tokens, without the drafter's probabilities.
     """
-    tree = tree._replace(tokens_BN=tree.tokens_BN.at[:, 0].set(state.root_B))
-    state = advance(setup, weights, state, limits, batch_sampling, tree)
+    state = advance(setup, weights, state, limits, batch_sampling, passed)
     drafted, cache = propose(setup, weights, state.round, batch_sampling, state.root_B)
     state = state._replace(round=state.round._replace(draft_cache=cache))
-    return state, (drafted.tokens_BN, drafted.parent_BN)
+    B, N = drafted.tokens_BN.shape
+    ancestor_BNN = jnp.broadcast_to(drafted.ancestor_BNN, (B, N, N))
+    return state, drafted._replace(ancestor_BNN=ancestor_BNN, draft_BNV=None)
+
+
+def tree_pass(
+    setup: StaticConfig, weights: Weights, round_state: RoundState, tree: Tree, root_B: Array
+) -> tuple[RoundState, TreePass]:
+    """Runs the target over a tree of drafts after the root, before the masks are known.
+
+    The drafts may be any tokens, or NO_TOKEN: the output is the same.
+    """
+    tree = tree._replace(tokens_BN=tree.tokens_BN.at[:, 0].set(root_B))
+    with jax.named_scope("verify"):
+        found = target_pass(setup, weights, tree, round_state.target_caches, round_state.length_B)
+    round_state = round_state._replace(target_caches=found.caches)
+    return round_state, TreePass(tree, found._replace(caches=None))
 
 
 def record(state: DecodeState, tree: Tree, found: Verified, limits: StopConditions) -> DecodeState:
@@ -571,10 +590,17 @@ def verify_tree(
     round_state: RoundState,
     batch_sampling: BatchSampling,
     tree: Tree,
+    found: llama.ForwardOutput | None = None,
 ) -> Verified:
-    """Verifies a tree, and moves the accepted path's cache rows to follow the verified rows."""
+    """Verifies a tree, and moves the accepted path's cache rows to follow the verified rows.
+
+    `found` is the output of a pass that ran before, see `tree_pass`.
+    """
     # 1. One pass over all nodes, and the target's choice after each node.
-    found = target_pass(setup, weights, tree, round_state.target_caches, round_state.length_B)
+    if found is None:
+        found = target_pass(setup, weights, tree, round_state.target_caches, round_state.length_B)
+    else:
+        found = found._replace(caches=round_state.target_caches)
     logits_BNV = llama.unembed(weights.target, found.hidden_BTD)
     choice_BN = (setup.token_chooser or choose)(
         setup, batch_sampling, round_state, tree, logits_BNV

@@ -19,7 +19,7 @@ import numpy as np
 
 from moa_jax.config import DraftShape
 from moa_jax.decode.row_settings import joined
-from moa_jax.decode.slots import SlotState
+from moa_jax.decode.slots import Drafts, SlotState
 from moa_jax.engine.device_ops import DecodeInput, DecodeReport, PrefillInput, PrefillReport
 from moa_jax.engine.program_cache import GREEDY, ProgramCache, ProgramName
 from moa_jax.engine.requests import RequestOutput, RequestState
@@ -62,6 +62,7 @@ class DecodeBatch:
     def __init__(self, programs: ProgramCache) -> None:
         self.programs, self._have_run = programs, set[ProgramName]()
         self._state: SlotState | None = None
+        self._ahead: DecodeCall | None = None  # the masked call whose drafts the state has verified
 
     def reset(self) -> None:
         """Allocates an empty state, after freeing the old one: memory is planned for one state."""
@@ -111,25 +112,34 @@ class DecodeBatch:
             state.num_prompt = state.num_plain = 0
         for state in states:
             state.num_plain += choice.rounds * (self.programs.session.catches_up and not drafts)
-        settings = {state.slot: state.settings for state in states}
-        slots = sorted(sorted(slots, key=lambda slot: slot not in settings)[: name.size])
-        slot_B, live_B = np.array(slots, np.int32), np.isin(slots, [*settings])
-        rows = [settings.get(slot, self.programs.blank_row) for slot in slots]
-        followed = {state.slot: state.row for state in states}
-        masks = self.programs.masks(name, [followed.get(each, Row()) for each in slots])
+        served = {state.slot: state for state in states}
+        slots = sorted(sorted(slots, key=lambda slot: slot not in served)[: name.size])
+        # A request that the last call did not have was in prefill since, which drops the pass.
+        if is_ahead := self._ahead is not None and self._ahead.choice.name == name:
+            slots = self._ahead.slots
+        slot_B, live_B = np.array(slots, np.int32), np.isin(slots, [*served])
+        owners = [served.get(slot) for slot in slots]
+        rows = [each.settings if each else self.programs.blank_row for each in owners]
+        masks = self.programs.masks(name, [each.row if each else Row() for each in owners])
         sent_at = time.perf_counter()
+        if name.masked and not is_ahead:
+            self._run(name.verify(), Drafts(slot_B, masks.tree))
         joint = joined(rows, name.rows != GREEDY, masks.bitmask_BNW)
-        call = DecodeInput(slot_B, live_B, joint, np.int32(choice.rounds), masks.tree)
-        report = self._run(name, call)
+        report = self._run(name, DecodeInput(slot_B, live_B, joint, np.int32(choice.rounds)))
         # The first run of a program loads it; a masked call waits for its masks.
         is_clean = has_run and not late and not name.masked
         return DecodeCall(choice, states, slots, report, sent_at, is_clean)
 
+    def verify(self, call: DecodeCall) -> None:
+        """Sends the target's pass over the drafts of a masked call, before the call is read."""
+        drafts = Drafts(np.array(call.slots, np.int32), call.report.drafted)
+        self._run(call.choice.name.verify(), drafts)
+        self._ahead = call
+
     def read(self, call: DecodeCall) -> list[RowOutput]:
         """Waits for a decode call; returns its output per request."""
         report = jax.device_get(call.report)
-        rows = [(state, call.slots.index(state.slot)) for state in call.states]
-        return [_output_of(state, row, report, call.choice.name.shape) for state, row in rows]
+        return [_output_of(state, call, report) for state in call.states]
 
     def dummy_run(self, name: ProgramName, length: int, slots: Sequence[int]) -> float:
         """Runs a program on free slots after `length` tokens, and empties the slots.
@@ -157,15 +167,17 @@ class DecodeBatch:
 
     def _run(self, name: ProgramName, *arrays: Any) -> Any:
         """Runs a program on the state; returns its report."""
+        self._ahead = None
         self._state, report = self.programs.run(name, self._state, *arrays)
         self._have_run.add(name)
         return report
 
 
-def _output_of(state: RequestState, row: int, report: DecodeReport, shape: DraftShape) -> RowOutput:
+def _output_of(state: RequestState, call: DecodeCall, report: DecodeReport) -> RowOutput:
+    row, shape = call.slots.index(state.slot), call.choice.name.shape
     rounds = [each for each in zip(*report.counts_B2R[row].tolist(), strict=True) if each[0]]
     count = sum(committed for committed, _ in rounds)
     found = state.logprobs_of(report.logprobs, row, count)
-    state.row.draft = report.drafted and Draft(shape, *(each[row] for each in report.drafted))
+    state.row.draft = report.drafted and Draft(shape, *(each[row] for each in report.drafted[:2]))
     output = RequestOutput(report.tokens_BW[row, :count].tolist(), found, rounds=rounds)
     return RowOutput(state, output, bool(report.done_B[row]))

@@ -2,6 +2,7 @@
 
     prefill    processes the next chunk of a prompt, and samples the token after the prompt
     decode     runs rounds of the slots of a batch, and leaves the other slots as they are
+    verify     runs the target over the drafts of a masked call
     copy       copies the first tokens of a slot to another slot
     catch_up   lets the drafter process the tokens of a slot that it has not processed
 
@@ -12,26 +13,24 @@ part of the state.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moa_jax.decode import logprobs, step
+from moa_jax.decode import logprobs, slots, step
 from moa_jax.decode.logprobs import LogProbs
 from moa_jax.decode.row_settings import RowSettings
-from moa_jax.decode.sampling import BatchSampling, TokenCounts, counts_in
+from moa_jax.decode.sampling import TokenCounts
 from moa_jax.decode.slots import SlotState, batch_of, placed
-from moa_jax.decode.slots import copy as copy
-from moa_jax.decode.slots import empty as empty
-from moa_jax.decode.state import DecodeState, RoundState, StaticConfig, StopConditions, Weights
+from moa_jax.decode.state import DecodeState, StaticConfig, Weights
 from moa_jax.drafters.api import Tree
 from moa_jax.model import llama
 from moa_jax.speculation.controller import ROUNDS
 
 Array = jax.Array
+empty, copy, catch_up, verify = slots.empty, slots.copy, slots.catch_up, slots.verify
 
 
 class PrefillInput(NamedTuple):
@@ -59,8 +58,7 @@ class DecodeInput(NamedTuple):
     slot_B: Array
     is_live_B: Array
     settings: RowSettings
-    rounds: Array  # at most ROUNDS
-    tree: Tree | None = None  # of a masked call, which verifies it in one round
+    rounds: Array  # at most ROUNDS; a masked call runs one
 
 
 class DecodeReport(NamedTuple):
@@ -70,7 +68,7 @@ class DecodeReport(NamedTuple):
     done_B: Array
     counts_B2R: Array  # per round: tokens committed and nodes drafted; 0 where a row was done
     logprobs: LogProbs | None  # of the W tokens, if the setup has `top_logprobs`
-    drafted: tuple[Array, Array] | None  # tokens_BN and parent_BN of the next masked call's tree
+    drafted: Tree | None  # of the next masked call
 
 
 # ---- prefill and decode -------------------------------------------------------------------
@@ -103,11 +101,10 @@ def prefill(
         now = now._replace(draft_cache=step.extend(setup, weights, *extended))
     found = None
     if scored:
-        unembed = functools.partial(llama.unembed, weights.target)
         after = (tapped.hidden_BTD, chunk.tokens_1T1[:, 1:], setup.top_logprobs)
-        found = logprobs.logprobs_along(unembed, *after)
+        found = logprobs.logprobs_along(functools.partial(llama.unembed, weights.target), *after)
     length_1 = chunk.settings.prompt_length_B
-    now, *limits = _prepared(setup, chunk.settings, now, tokens_1C, length_1)
+    now, *limits = chunk.settings.prepared(setup, now, tokens_1C, length_1)
     now, tokens_1C, root_1, root_logprobs = step.begin_answer(
         setup, weights, now, tokens_1C, length_1, hidden_1D, *limits
     )
@@ -122,19 +119,19 @@ score = functools.partial(prefill, scored=True)
 def decode(
     setup: StaticConfig, weights: Weights, state: SlotState, call: DecodeInput
 ) -> tuple[SlotState, DecodeReport]:
-    """Runs `rounds` rounds, or fewer if all live rows are done before; with a tree one round."""
-    batch = batch_of(state, call.slot_B)
+    """Runs `rounds` rounds, or fewer if all live rows are done before; after `verify` one round."""
+    passed, batch = state.passed, batch_of(state._replace(passed=None), call.slot_B)
     B, begin_B = len(call.slot_B), batch.round.length_B
     now = batch.round._replace(done_B=batch.round.done_B | ~call.is_live_B)
-    now, limits, sampling = _prepared(setup, call.settings, now, batch.tokens_BC, begin_B + 1)
+    now, limits, sampling = call.settings.prepared(setup, now, batch.tokens_BC, begin_B + 1)
     counts_B2R, found, drafted = jnp.zeros((B, 2, ROUNDS), jnp.int32), None, None
     if setup.top_logprobs is not None:
         found = logprobs.blank(*batch.tokens_BC.shape, setup.top_logprobs)
     run = DecodeState(now, batch.tokens_BC, jnp.zeros(B, jnp.int32), counts_B2R, found)
-    if call.tree is None:
+    if passed is None:
         run = step.decode(setup, weights, run, limits._replace(pause=call.rounds), sampling)
     else:
-        run, drafted = step.masked_round(setup, weights, run, limits, sampling, call.tree)
+        run, drafted = step.masked_round(setup, weights, run, limits, sampling, passed)
     now = run.round._replace(token_counts=TokenCounts())
     index_BW = begin_B[:, None] + 1 + jnp.arange(ROUNDS * setup.shape.levels)
     pick = jax.vmap(lambda row, at: row.at[at].get(mode="clip"))
@@ -145,24 +142,5 @@ def decode(
         jax.tree.map(lambda rows: pick(rows, index_BW), run.logprobs),
         drafted,
     )
-    return placed(state, SlotState(now, run.tokens_BC), call.slot_B), report
-
-
-def catch_up(
-    setup: StaticConfig, weights: Weights, state: SlotState, slot_1: Array, *, sizes: Sequence[int]
-) -> tuple[SlotState, None]:
-    """Runs the drafter over tokens that it has not processed, see `step.sync_drafter`."""
-    batch = batch_of(state, slot_1)
-    now = step.sync_drafter(setup, weights, batch.round, batch.tokens_BC, sizes)
-    return placed(state, SlotState(now, batch.tokens_BC), slot_1), None
-
-
-def _prepared(
-    setup: StaticConfig, settings: RowSettings, now: RoundState, tokens_BC: Array, count_B: Array
-) -> tuple[RoundState, StopConditions, BatchSampling]:
-    """The settings, and the state with counts of the first `count` tokens for penalties."""
-    vocab_size = setup.target.vocab_size
-    sampling = settings.batch_sampling(vocab_size)
-    of_tokens = (tokens_BC, settings.prompt_length_B, vocab_size, count_B)
-    now = now._replace(token_counts=counts_in(sampling, *of_tokens))
-    return now, StopConditions(settings.total_B, settings.stop_ids_BX), sampling
+    state = placed(state._replace(passed=None), SlotState(now, run.tokens_BC), call.slot_B)
+    return state._replace(passed=passed), report  # a donated array needs an output

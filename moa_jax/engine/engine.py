@@ -11,8 +11,13 @@
 A step of the engine's thread executes commands, sends the next chunks of prompts and a decode call
 to the device, and reads the calls of the previous step. So the device runs one step while the host
 reads the step before. A decode call is a few rounds of all requests whose prompts are prefilled.
-If one of them has a grammar, a call is one masked round, and the call before is read first: masks
-follow from all tokens before them.
+
+If one of them has a grammar, a call is one masked round. Its masks follow from all tokens before
+them, so the call before is read first. The target's pass over the drafts needs no masks: it is sent
+at once, and the device runs it while the host makes the masks.
+
+    host      masks 1, send 1, pass 2 | read 1, masks 2, send 2, pass 3 | read 2
+    device    pass 1 | round 1   | pass 2           | round 2           | pass 3
 
 In float32 the tokens of a request equal those of a `Session` without a drafter that decodes the
 request alone with the same seed, unless candidates are sampled: noise depends on the position, and
@@ -374,6 +379,8 @@ class Engine:
             self._read_prefill(chunk, report)
         if masked and (states := self._scheduler.decoding()):
             self._call = self._decode(states)
+            if not self._scheduler.has_prefill():
+                self._batch.verify(self._call)
         if self._scheduler.running and self._dummy_run() and self._call is not None:
             self._call.is_clean = False
 

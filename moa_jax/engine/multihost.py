@@ -23,14 +23,11 @@ from typing import Any, NamedTuple
 
 import jax
 import msgspec
-import numpy as np
 
 from moa_jax.decode.slots import SlotState
 from moa_jax.engine.program_cache import ProgramCache, ProgramName
 from moa_jax.errors import first_line
-from moa_jax.runtime.followers import Followers, receive
-
-HostArray = tuple[str, tuple[int, ...], bytes]  # dtype, shape, and the data in row-major order
+from moa_jax.runtime.followers import Followers, HostArray, packed, receive, unpacked
 
 
 class Message(NamedTuple):
@@ -56,8 +53,7 @@ class LeadingPrograms(ProgramCache):
         super().compile(name)
 
     def run(self, name: ProgramName, state: SlotState | None, *arrays: Any) -> Any:
-        leaves = map(np.asarray, jax.tree.leaves(arrays))
-        sent = [(str(leaf.dtype), leaf.shape, leaf.tobytes()) for leaf in leaves]
+        sent = packed(jax.tree.leaves(arrays))
         self._followers.broadcast(msgspec.msgpack.encode(Message(name, sent)))
         try:
             return super().run(name, state, *arrays)
@@ -83,10 +79,9 @@ def run_follower(programs: ProgramCache, leader: Connection) -> None:
                 continue
             if compiled[name].exception():  # jax may fail while another thread traces
                 programs.compile(name)
-            leaves = [np.frombuffer(data, dtype).reshape(shape) for dtype, shape, data in arrays]
             structure = jax.tree.structure(programs.example(name))
             if name.kind == "empty":  # memory is planned for one state
                 state = None
-            state, _ = programs.run(name, state, *structure.unflatten(leaves))
+            state, _ = programs.run(name, state, *structure.unflatten(unpacked(arrays)))
     finally:
         compiler.shutdown(wait=False, cancel_futures=True)

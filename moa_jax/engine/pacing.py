@@ -107,7 +107,7 @@ class Pacing:
         for name in names:
             lengths = self._untimed(name)
             timed += [(name, length) for length in lengths]
-            if not lengths and name.kind not in ("empty", "copy"):
+            if not (lengths or name.masked or name.kind in ("empty", "copy", "verify")):
                 self.dummy_runs.append((name, 1))
         self.dummy_runs += (1 + TURNS) * timed
 

@@ -3,6 +3,7 @@
     empty   copy   catch_up
     prefill (tokens)   score (tokens)      one prompt; score returns its log-probabilities
     decode (batch, shape, rows, masked)    rows: GREEDY, SAMPLED or LOGPROBS
+    verify (batch, shape)                  the target's pass, before a masked decode program
 
 A batch is padded to a bucket: 1, 2, 4, ..., all slots, like SGLang's captured graphs. All programs
 update the same state of slots x tokens and read the cache length from it, so names have no length.
@@ -26,7 +27,7 @@ from moa_jax.decode import logprobs, step
 from moa_jax.decode.programs import Programs, power_of_two_buckets
 from moa_jax.decode.row_settings import joined, row_settings
 from moa_jax.decode.session import Session
-from moa_jax.decode.slots import SlotState
+from moa_jax.decode.slots import Drafts, SlotState
 from moa_jax.engine import device_ops
 from moa_jax.engine.device_ops import DecodeInput, PrefillInput
 from moa_jax.engine.prefix_cache import LEAST_CHUNK
@@ -46,11 +47,15 @@ class ProgramName(NamedTuple):
     """The function of a program, and its sizes."""
 
     # A function of `device_ops`.
-    kind: Literal["empty", "copy", "catch_up", "prefill", "score", "decode"]
+    kind: Literal["empty", "copy", "catch_up", "prefill", "score", "decode", "verify"]
     size: int = 1  # rows of a batch, or tokens of a chunk
-    shape: DraftShape | None = None  # of a decode program
+    shape: DraftShape | None = None  # of a decode or verify program
     rows: int = GREEDY  # of a decode program
     masked: bool = False  # of a decode program: with masks of tokens, one round per call
+
+    def verify(self) -> ProgramName:
+        """The program that runs before this masked one."""
+        return ProgramName("verify", self.size, self.shape)
 
 
 class ProgramCache:
@@ -124,8 +129,8 @@ class ProgramCache:
             (one, self.plainest, GREEDY),  # drafts are judged by its cost
             (every, self.plainest, LOGPROBS),
         ]
-        names += [ProgramName("decode", *each) for each in decode]
-        return [*names, ProgramName("score", chunk)]
+        names += [ProgramName("decode", *each) for each in decode] + [ProgramName("score", chunk)]
+        return names
 
     def first_masked(self) -> ProgramName:
         """The stand-in for any batch in which a request has a grammar."""
@@ -144,6 +149,8 @@ class ProgramCache:
         """Compiles a program, unless it is compiled already."""
         if name in self.ready:
             return
+        if name.masked:
+            self.compile(name.verify())
         session, top_logprobs = self.session, None
         if name.kind in ("prefill", "score") or name.rows == LOGPROBS:
             top_logprobs = min(logprobs.MOST, session.target.config.vocab_size)
@@ -157,10 +164,14 @@ class ProgramCache:
         }.get(name.kind, {})
         function = getattr(device_ops, name.kind)
         state = None if name.kind == "empty" else self.state_form
+        if name.masked:
+            arrays = (session.weights, state, *self.example(name.verify()))
+            state, _ = jax.eval_shape(functools.partial(device_ops.verify, setup), *arrays)
         self.ready[name] = programs.compile(function, state, *self.example(name), **static)
 
     def run(self, name: ProgramName, state: SlotState | None, *arrays: Any) -> Any:
         """Runs a compiled program on the state; returns the new state and the report."""
+        state = state if name.masked else state and state._replace(passed=None)
         return self.ready[name](self.session.weights, state, *arrays)
 
     def example(self, name: ProgramName, slots: Sequence[int] = (0,)) -> tuple[Any, ...]:
@@ -169,7 +180,7 @@ class ProgramCache:
         Fewer slots than rows serve several rows, since nothing depends on the tokens of free slots.
         """
         number, zero_1 = np.int32(0), np.zeros(1, np.int32)
-        size = name.size if name.kind == "decode" else 1
+        size = name.size if name.shape else 1
         slot_B = np.sort(np.resize(np.array(slots, np.int32), size))
         match name.kind:
             case "empty":
@@ -182,14 +193,16 @@ class ProgramCache:
                 tokens_1T1 = np.zeros((1, name.size + 1), np.int32)
                 return (PrefillInput(slot_B, tokens_1T1, zero_1, zero_1 + 1, self.blank_row),)
         masks = self.masks(name, [Row()] * size)
+        if name.kind == "verify":
+            return (Drafts(slot_B, masks.tree),)
         settings = joined([self.blank_row] * size, name.rows != GREEDY, masks.bitmask_BNW)
-        live_B, rounds = np.ones(size, bool), np.int32(ROUNDS // 2)
-        return (DecodeInput(slot_B, live_B, settings, rounds, masks.tree),)
+        return (DecodeInput(slot_B, np.ones(size, bool), settings, np.int32(ROUNDS // 2)),)
 
     def masks(self, name: ProgramName, rows: Sequence[Row]) -> Masks:
         """The masks of a call of these rows; none for a program without masks."""
-        vocab_size = self.session.target.config.vocab_size
-        return masks_of(rows, name.shape, vocab_size) if name.masked else Masks()
+        if not (name.masked or name.kind == "verify"):
+            return Masks()
+        return masks_of(rows, name.shape, self.session.target.config.vocab_size)
 
     def _form(self, num_slots: int) -> SlotState:
         """The shapes of a state's arrays."""

@@ -17,10 +17,15 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+import numpy as np
 
 from moa_jax.runtime import multihost, rendezvous
+
+HostArray = tuple[str, tuple[int, ...], bytes]  # dtype, shape, and the data in row-major order
 
 KEY = "followers"  # under which process 0 publishes its port and the secret
 GREETING_TIMEOUT_S = rendezvous.GREETING_TIMEOUT_S
@@ -30,6 +35,17 @@ STUCK_S = 3.0  # for the last message, and a message before it that is stuck
 
 class LeaderDied(ConnectionError):
     """Process 0 has died."""
+
+
+def packed(arrays: Sequence[Any]) -> list[HostArray]:
+    """Arrays as values of a message; waits for those that a device computes."""
+    leaves = map(np.asarray, arrays)
+    return [(str(leaf.dtype), leaf.shape, leaf.tobytes()) for leaf in leaves]
+
+
+def unpacked(arrays: Sequence[HostArray]) -> list[np.ndarray]:
+    """The arrays of a message."""
+    return [np.frombuffer(data, dtype).reshape(shape) for dtype, shape, data in arrays]
 
 
 class Followers:

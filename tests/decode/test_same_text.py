@@ -248,12 +248,24 @@ def engine(case: Case, monkeypatch: pytest.MonkeyPatch) -> Texts:
     """An engine gets all requests at once, and before a grammar one with masks that fail."""
     broken = [with_broken_masks(each, monkeypatch) for each in case.requests if each.grammar][:1]
     with engine_for(case, monkeypatch) as found, contextlib.closing(found):
+        steps = steps_of(found, monkeypatch)
         found.start()
         listeners = answers(found, broken + case.requests)
+        ahead = itertools.pairwise(itertools.pairwise(steps))
+        assert not broken or (("verify", "read"), ("read", "masked")) in ahead
         ends = [each.all[-1].error for each in listeners[: len(broken)]]
         assert all(error.endswith("at this request: its grammar: no mask") for error in ends)
         rows = [each.token_ids for each in listeners[len(broken) :]]
         return Texts(rows, found.stats().accepted_tokens)
+
+
+def steps_of(found: Engine, patch: pytest.MonkeyPatch) -> list[str]:
+    """Returns a list that gets the kinds of an engine's programs, and "read" for each read call."""
+    steps, run, read = [], found.programs.run, found._batch.read
+    kind = lambda name: "masked" if name.masked else name.kind
+    patch.setattr(found.programs, "run", lambda *call: (steps.append(kind(call[0])), run(*call))[1])
+    patch.setattr(found._batch, "read", lambda call: (steps.append("read"), read(call))[1])
+    return steps
 
 
 def with_broken_masks(request: Request, patch: pytest.MonkeyPatch) -> Request:
