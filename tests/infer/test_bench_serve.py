@@ -57,6 +57,15 @@ def test_requests_continue_with_other_questions():
     assert questions_of(args, MOST_TOKENS) == questions and len(questions) == 12
 
 
+def test_a_third_of_requests_is_structured():
+    args = args_of("--structured 0.34")
+    bodies = requests_of(args, questions_of(args, MOST_TOKENS), 0, 100)
+    assert sum("response_format" in body for body in bodies) == 34
+    assert not any("response_format" in body for body in bodies[:2])
+    with pytest.raises(InputError, match="--structured 1.5; choose from 0 to 1"):
+        args_of("--structured 1.5")
+
+
 def test_questions_that_are_too_long_are_left_out():
     args = args_of("--suite demo --max-new-tokens 100")
     few = questions_of(args, 136)

@@ -57,6 +57,8 @@ def requests_of(
     args: argparse.Namespace, questions: Sequence[str], begin: int, count: int
 ) -> list[dict[str, Any]]:
     """The bodies of `count` requests from index `begin` on, identical for every server."""
+    share = args.structured
+    structured = {True: {"response_format": {"type": "json_object"}}, False: {}}
     return [
         {
             "messages": [{"role": "user", "content": questions[index % len(questions)]}],
@@ -66,6 +68,7 @@ def requests_of(
             "ignore_eos": args.ignore_stop,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **structured[int((index + 1) * share) > int(index * share)],
         }
         for index in range(begin, begin + count)
     ]

@@ -143,6 +143,8 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     add("--max-new-tokens", type=positive, default=128, help="longest answer")
     add("--ignore-stop", action="store_true", help="decode past the end of the answer")
     add("--temperature", type=float, default=0.0, metavar="X", help="each request has a seed")
+    share = "share of requests whose answer is a JSON object, 0 to 1"
+    add("--structured", type=float, default=0.0, metavar="X", help=share)
     add("--seed", type=whole, default=0, help="of arrivals, questions and requests")
     add = parser.add_argument_group("load").add_argument
     add("--rates", type=_rates, default="0.5,1,2,4,8", metavar="R,R", help="requests/s")
@@ -157,6 +159,8 @@ def check(args: argparse.Namespace) -> None:
     """Raises InputError for invalid values and combinations, before any server starts."""
     if not args.modes or set(args.modes) - set(MODES):
         raise InputError(f"--modes {','.join(args.modes)}; choose from {', '.join(MODES)}")
+    if not 0 <= args.structured <= 1:
+        raise InputError(f"--structured {args.structured}; choose from 0 to 1")
     Sampling(temperature=args.temperature)
     if args.plot:
         check_plots(Path(args.plot))
