@@ -14,7 +14,7 @@ reads the step before. A decode call is a few rounds of all requests whose promp
 
 If one of them has a grammar, a call is one masked round. Its masks follow from all tokens before
 them, so the call before is read first. The target's pass over the drafts needs no masks: it is sent
-at once, and the device runs it while the host makes the masks.
+at once, and the device runs it while the host makes the masks, unless a mesh splits slots.
 
     host      masks 1, send 1, pass 2 | read 1, masks 2, send 2, pass 3 | read 2
     device    pass 1 | round 1   | pass 2           | round 2           | pass 3
@@ -379,7 +379,8 @@ class Engine:
             self._read_prefill(chunk, report)
         if masked and (states := self._scheduler.decoding()):
             self._call = self._decode(states)
-            if not self._scheduler.has_prefill():
+            # Where a mesh splits slots, drafts would first have to be sent to their devices.
+            if not (self._scheduler.has_prefill() or self.programs.splits_slots):
                 self._batch.verify(self._call)
         if self._scheduler.running and self._dummy_run() and self._call is not None:
             self._call.is_clean = False

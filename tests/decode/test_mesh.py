@@ -27,6 +27,7 @@ CASES = """
     batch:eagle3-ids:wide@tensor=4 batch:glide:wide@tensor=2
     batch:independent:wide@tensor=2,data=2 batch:lookup:chain@data=3
     batch:moa-1+words+experts:wide@tensor=2,data=2 engine:eagle:lagging@tensor=2,data=2
+    engine:moa-1:chain:grammar@tensor=2
     split:moa-0+int8:chain@tensor=2
     files:moa-0@tensor=4 files:moa-0+int8+experts@tensor=2,data=2
     batch:moa-1+gemma:wide@tensor=2

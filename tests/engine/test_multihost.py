@@ -14,9 +14,12 @@ import pytest
 from moa_jax.engine import Engine, Request
 from moa_jax.engine.multihost import READER, Message, run_follower
 from moa_jax.engine.program_cache import ProgramCache, ProgramName
+from moa_jax.grammar.compile import json_schema
 from moa_jax.runtime import multihost as processes
 from moa_jax.runtime.followers import END, Followers, LeaderDied, gather, join
 from tests.decode.test_chunks import target
+from tests.decode.tiny import END as END_ID
+from tests.decode.tiny import tiny_grammar
 from tests.engine.engines import answers, assert_as_alone, mixed
 
 SETTINGS = dict(num_slots=2, max_tokens=140, chunk=32, prefix_bytes=1 << 20)
@@ -37,11 +40,15 @@ def test_another_process_runs_what_the_first_one_runs():
         requests = mixed(8, 1, longest=60)
         requests += [Request((*range(20), index), 9, ()) for index in range(3)]  # with a copy
         assert_as_alone(requests, answers(engine, requests))
+        engine.prepare_masks()
+        grammar = tiny_grammar(json_schema({"enum": ["5", "7"]}))
+        (listener,) = answers(engine, [Request((5,), 9, (END_ID,), grammar=grammar)])
+        assert listener.token_ids[-1] == END_ID
         engine.close()
         followers.close()
         assert following.result(60) is None
     assert other.runs == own.runs and ends == []
-    assert {name.kind for name in own.runs} >= {"empty", "copy", "prefill", "decode"}
+    assert {name.kind for name in own.runs} >= {"empty", "copy", "prefill", "decode", "verify"}
 
 
 def noting(programs: ProgramCache) -> ProgramCache:
