@@ -131,10 +131,14 @@ class DecodeBatch:
         return DecodeCall(choice, states, slots, report, sent_at, is_clean)
 
     def verify(self, call: DecodeCall) -> None:
-        """Sends the target's pass over the drafts of a masked call, before the call is read."""
-        drafts = Drafts(np.array(call.slots, np.int32), call.report.drafted)
-        self._run(call.choice.name.verify(), drafts)
-        self._ahead = call
+        """Sends the target's pass over the drafts of a masked call, before the call is read.
+
+        Where a mesh splits slots, the drafts would first have to be sent to their devices.
+        """
+        name, slot_B = call.choice.name, np.array(call.slots, np.int32)
+        if name.masked and not self.programs.splits_slots:
+            self._run(name.verify(), Drafts(slot_B, call.report.drafted))
+            self._ahead = call
 
     def read(self, call: DecodeCall) -> list[RowOutput]:
         """Waits for a decode call; returns its output per request."""

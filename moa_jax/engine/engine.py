@@ -281,8 +281,8 @@ class Engine:
 
     def _checked(self, request: Request) -> RowSettings:
         """The settings of a request; raises InputError."""
-        prompt, new = request.prompt_ids, request.max_new_tokens
-        new = new or int(request.prompt_logprobs)  # a scored prompt needs one cache row more
+        # A scored prompt needs one cache row more.
+        prompt, new = request.prompt_ids, request.max_new_tokens or int(request.prompt_logprobs)
         self.session.check([prompt], new)
         sampling, total = request.sampling.seeded(), len(prompt) + new
         if total > self.max_tokens:
@@ -379,8 +379,7 @@ class Engine:
             self._read_prefill(chunk, report)
         if masked and (states := self._scheduler.decoding()):
             self._call = self._decode(states)
-            # Where a mesh splits slots, drafts would first have to be sent to their devices.
-            if not (self._scheduler.has_prefill() or self.programs.splits_slots):
+            if not self._scheduler.has_prefill():
                 self._batch.verify(self._call)
         if self._scheduler.running and self._dummy_run() and self._call is not None:
             self._call.is_clean = False
