@@ -133,7 +133,7 @@ class DecodeBatch:
     def verify(self, call: DecodeCall) -> None:
         """Sends the target's pass over the drafts of a masked call, before the call is read.
 
-        Where a mesh splits slots, the drafts would first have to be sent to their devices.
+        Not on a mesh that splits slots, where the drafts would first have to be moved.
         """
         name, slot_B = call.choice.name, np.array(call.slots, np.int32)
         if name.masked and not self.programs.splits_slots:
