@@ -79,6 +79,11 @@ class Programs:
             self._compiled[key] = program
         return self._compiled[key]
 
+    def form(self, function: Program, *arrays: Any) -> Any:
+        """Returns the shapes of the function's results."""
+        with _tracing:
+            return jax.eval_shape(functools.partial(function, self._setup), *self.weights, *arrays)
+
     def prepare(
         self, function: Program, *arrays: Any, donate: bool = True, **static: Any
     ) -> Program:

@@ -131,7 +131,7 @@ def advance(
 ) -> DecodeState:
     """Runs one round: propose, verify, commit, extend. Rows that are done do not change.
 
-    A given tree is verified instead of the drafter's.
+    After a pass over a given tree, that tree is verified instead of the drafter's.
     """
     round_state = state.round
     draft_cache = round_state.draft_cache
@@ -216,13 +216,14 @@ def tree_pass(
 ) -> tuple[RoundState, TreePass]:
     """Runs the target over a tree of drafts after the root, before the masks are known.
 
-    The drafts may be any tokens, or NO_TOKEN: the output is the same.
+    The drafts may be any tokens, or NO_TOKEN: the text of the round is the same.
     """
     tree = tree._replace(tokens_BN=tree.tokens_BN.at[:, 0].set(root_B))
     with jax.named_scope("verify"):
         found = target_pass(setup, weights, tree, round_state.target_caches, round_state.length_B)
     round_state = round_state._replace(target_caches=found.caches)
-    return round_state, TreePass(tree, found._replace(caches=None))
+    rows = None if setup.shape.is_chain and not _reads_rows(setup) else found.rows
+    return round_state, TreePass(tree, found._replace(caches=None, rows=rows))
 
 
 def record(state: DecodeState, tree: Tree, found: Verified, limits: StopConditions) -> DecodeState:

@@ -62,7 +62,7 @@ class DecodeBatch:
     def __init__(self, programs: ProgramCache) -> None:
         self.programs, self._have_run = programs, set[ProgramName]()
         self._state: SlotState | None = None
-        self._ahead: DecodeCall | None = None  # the masked call whose drafts the state has verified
+        self._ahead: DecodeCall | None = None  # the masked call whose drafts have a pass
 
     def reset(self) -> None:
         """Allocates an empty state, after freeing the old one: memory is planned for one state."""
@@ -103,8 +103,9 @@ class DecodeBatch:
 
         `slots` has all slots; the first ones that none of the requests has serve padding rows.
         """
-        name = choice.name
-        drafts, has_run = name.shape.num_drafted > 0, name in self._have_run
+        name, drafts = choice.name, choice.name.shape.num_drafted > 0
+        # The first run of a program loads it, a masked call waits for masks, and a pass may run.
+        is_clean = name in self._have_run and not name.masked and self._ahead is None
         late = [state for state in states if drafts and state.num_prompt + state.num_plain]
         for state in late:
             catch_up = ProgramName("catch_up", self.programs.chunks[-1])
@@ -126,14 +127,12 @@ class DecodeBatch:
             self._run(name.verify(), Drafts(slot_B, masks.tree))
         joint = joined(rows, name.rows != GREEDY, masks.bitmask_BNW)
         report = self._run(name, DecodeInput(slot_B, live_B, joint, np.int32(choice.rounds)))
-        # The first run of a program loads it; a masked call waits for its masks.
-        is_clean = has_run and not late and not name.masked
-        return DecodeCall(choice, states, slots, report, sent_at, is_clean)
+        return DecodeCall(choice, states, slots, report, sent_at, is_clean and not late)
 
     def verify(self, call: DecodeCall) -> None:
         """Sends the target's pass over the drafts of a masked call, before the call is read.
 
-        Not on a mesh that splits slots, where the drafts would first have to be moved.
+        Not on a mesh that splits slots: a report is whole on every device, and drafts are split.
         """
         name, slot_B = call.choice.name, np.array(call.slots, np.int32)
         if name.masked and not self.programs.splits_slots:

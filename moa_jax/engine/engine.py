@@ -14,7 +14,7 @@ reads the step before. A decode call is a few rounds of all requests whose promp
 
 If one of them has a grammar, a call is one masked round. Its masks follow from all tokens before
 them, so the call before is read first. The target's pass over the drafts needs no masks: it is sent
-at once, and the device runs it while the host makes the masks, unless a mesh splits slots.
+at once, unless a prompt can be prefilled, and the device runs it while the host makes the masks.
 
     host      masks 1, send 1, pass 2 | read 1, masks 2, send 2, pass 3 | read 2
     device    pass 1 | round 1   | pass 2           | round 2           | pass 3

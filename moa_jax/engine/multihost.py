@@ -6,7 +6,7 @@
                                                   v                     |
                process 1   run_follower() ----- ProgramCache.run ------> its devices
 
-Before process 0 runs a program it sends the program's name and its host arrays to the followers.
+Before process 0 runs a program it sends the program's name and its arrays to the followers.
 The state is never sent: each process holds its own shards, and every program turns one state into
 the next. Only process 0 schedules and reads reports, so no decision depends on the clocks of two
 processes.

@@ -4,8 +4,8 @@ costs of compiled programs     plain in 4 rows 5.1 ms, chain of 3 in 8 rows 9.0 
 DraftController.next           chain of 3, 8 rounds
 missing                        chain of 3 in 4 rows: faster, and not compiled yet
 
-A new program has dummy runs on free slots, one between two steps. The first one loads the program,
-and the median of the others is its cost:
+A new program without masks has dummy runs on free slots, one between two steps. The first one
+loads the program, and the median of the others is its cost:
 
 step | chain of 3, one token | step | chain of 3, full cache | step | chain of 3, one token | ...
 """

@@ -87,14 +87,15 @@ class ProgramCache:
     def scratch_bytes(self) -> int:
         """About the bytes that the largest decode call needs beside the state.
 
-        Logits, the scores that settings make of them, and noise are alive together; arrays that
-        are no caches are gathered into the batch.
+        Logits, the scores that settings make of them, and noise are alive together; a pass ahead
+        keeps the rows of its nodes; arrays that are no caches are gathered into the batch.
         """
         nodes = max(batch * each.num_rows for batch in self.buckets for each in self.shapes(batch))
         parts = jax.tree.leaves(self.state_form, is_leaf=is_cache)
         gathered = memory.num_bytes_of([part for part in parts if not is_cache(part)])
         logits = 4 * self.session.target.config.vocab_size * nodes
-        return 3 * logits + gathered * self.buckets[-1] // self.num_slots
+        passes = nodes * self.slot_bytes // self.num_rows
+        return 3 * logits + passes + gathered * self.buckets[-1] // self.num_slots
 
     # ---- which program ----
 
@@ -165,8 +166,8 @@ class ProgramCache:
         function = getattr(device_ops, name.kind)
         state = None if name.kind == "empty" else self.state_form
         if name.masked:
-            arrays = (session.weights, state, *self.example(name.verify()))
-            state, _ = jax.eval_shape(functools.partial(device_ops.verify, setup), *arrays)
+            arrays = (state, *self.example(name.verify()))
+            state, _ = programs.form(device_ops.verify, *arrays)
         self.ready[name] = programs.compile(function, state, *self.example(name), **static)
 
     def run(self, name: ProgramName, state: SlotState | None, *arrays: Any) -> Any:

@@ -89,7 +89,7 @@ SLOW = """
     batch:independent:lagging batch:moa-1+fp8:chain batch:borrowed+int8:tree
     alone:moa-1+experts:chain batch:eagle+int8+experts:wide engine:moa-1+experts:lagging
     engine:eagle3:tree engine:moa-2:lagging engine:moa-1:chain:greedy engine:moa-1+words:tree
-    engine:eagle3:tree:grammar engine:lookup:chain:grammar engine:moa-2:lagging:grammar
+    engine:eagle3:tree:grammar engine:lookup:chain:grammar engine:moa-2+gemma:lagging:grammar
     split:eagle:tree split:eagle3:chain split:glide:chain split:independent:chain
     split:borrowed:tree split:moa-1+int8:chain
     batch:moa-2+gemma:wide engine:moa-2+gemma:lagging split:independent+gemma:chain

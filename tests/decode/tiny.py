@@ -126,6 +126,9 @@ class TinyTokenizer:
         return [TOKENS.index(character) for character in text.decode() if character in TOKENS]
 
 
+MOST = 128  # tokens of a prompt and its answer in `masked_plain`
+
+
 def tiny_grammar(text: str) -> Grammar:
     tokenizer = LLTokenizer(TokenizerWrapper(TinyTokenizer()), n_vocab=CONFIG.vocab_size)
     return Grammar(LLMatcher(tokenizer, text, log_level=0), CONFIG.vocab_size)
@@ -134,7 +137,7 @@ def tiny_grammar(text: str) -> Grammar:
 @functools.partial(jax.jit, static_argnums=0)
 def next_token(config: TargetConfig, params, law, tokens_1T, count, prompt_length, allowed_V):
     """Returns the token after the first `count` tokens, by one pass and among the allowed ones."""
-    context = llama.Context(jnp.arange(tokens_1T.shape[1])[None], masks.causal_tree(64))
+    context = llama.Context(jnp.arange(tokens_1T.shape[1])[None], masks.causal_tree(MOST))
     hidden_1TD = llama.forward(config, params, tokens_1T, context).hidden_BTD
     logits_11V = llama.unembed(params, hidden_1TD[:, count - 1][:, None])
     counts = sampling.counts_in(law, tokens_1T, prompt_length[None], len(allowed_V), count[None])
@@ -150,7 +153,7 @@ def masked_plain(target: Target, request: Request) -> list[int]:
     for _ in range(request.max_new_tokens):
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         allowed_V = np.unpackbits(bits, bitorder="little")[: len(TOKENS) + 1].astype(bool)
-        tokens_1T = np.pad(text, (0, 64 - len(text)))[None]
+        tokens_1T = np.pad(text, (0, MOST - len(text)))[None]
         arrays = law, tokens_1T, np.int32(len(text)), np.int32(len(request.prompt_ids)), allowed_V
         text.append(int(next_token(target.config, target.params, *arrays)))
         if text[-1] in request.stop_ids:

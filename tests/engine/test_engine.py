@@ -21,13 +21,14 @@ from moa_jax.engine.batch import Choice, RowOutput
 from moa_jax.engine.pacing import ROUNDS_BESIDE_PREFILL, Pacing
 from moa_jax.engine.program_cache import GREEDY, LOGPROBS, SAMPLED, ProgramName
 from moa_jax.engine.requests import RequestOutput, RequestState
+from moa_jax.grammar.compile import json_schema
 from moa_jax.speculation.calibrate import TURNS
 from moa_jax.speculation.controller import NO_DRAFT, ROUNDS, ShapeChoice
 from moa_jax.speculation.cost_table import CostTable
 from tests.conftest import slow
 from tests.decode.test_chunks import drafter, target
 from tests.decode.test_same_text import case_of, engine_for
-from tests.decode.tiny import TINY
+from tests.decode.tiny import END, TINY, tiny_grammar
 from tests.engine.engines import (
     CHAIN,
     LAWS,
@@ -307,6 +308,23 @@ def test_a_program_without_a_cost_leaves_plain_decoding_in_the_choice(caplog):
     pacing._stood_in.clear()
     assert pacing.choose(states) == (name, 8, {}, [])
     assert caplog.messages == [line]  # no program of two rows with log-probabilities is to come
+
+
+def test_a_call_behind_a_dropped_pass_is_not_clean(monkeypatch):
+    """The device runs the pass ahead of the call that follows the last masked one."""
+    engine, calls = engine_of(None), []
+    record = lambda call, *rest: calls.append((call.choice.name.masked, call.is_clean))
+    monkeypatch.setattr(engine._pacing, "record", record)
+    monkeypatch.setattr(engine.session.background, "submit", lambda *job, **rest: None)
+    engine.prepare_masks()
+    engine.start()
+    grammar = tiny_grammar(json_schema({"enum": ["5", "7"]}))
+    free, masked = Request((5,), 90, ()), Request((5,), 9, (END,), grammar=grammar)
+    for requests in ([free], [free, masked]):
+        answers(engine, requests)
+    engine.close()
+    last = len(calls) - 1 - calls[::-1].index((True, False))
+    assert calls[last + 1] == (False, False) and (False, True) in calls[last + 2 :]
 
 
 def test_drafted_calls_are_as_long_as_plain_ones_and_catching_up_has_a_price(monkeypatch):
