@@ -25,7 +25,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,14 +86,43 @@ def attend(q_BKGTE: Array, kv: KV, seen: Array | IntervalMask) -> Array:
     if isinstance(seen, IntervalMask):
         if kernels := _by_intervals(q_BKGTE, kv):
             return kernels.attend(q_BKGTE, kv, seen)
-        with jax.named_scope(f"{INTERVALS}{seen.first_PBT.shape[0]}"):
-            return attend(q_BKGTE, kv, seen.mask())
-    if q_BKGTE.shape[3] > QUERY_CHUNK:  # scores of long rows would outgrow the weights
-        q_BTKGE = jnp.moveaxis(q_BKGTE, 3, 1)
-        part = lambda piece: _attend(jnp.moveaxis(piece[0], 1, 3), kv, piece[1])
-        mask_BTS = jnp.broadcast_to(seen, (q_BTKGE.shape[0], *seen.shape[1:]))
-        return chunks.map_over(part, (q_BTKGE, mask_BTS), QUERY_CHUNK, axis=1)
-    return _attend(q_BKGTE, kv, seen)
+        whole, own = seen.apart()
+        rows = KV(*(x_BKSE[:, :, : whole.num_rows] for x_BKSE in kv))
+        with jax.named_scope(f"{INTERVALS}{len(whole.first_PBT)}"):
+            return _attend_in_chunks(q_BKGTE, rows, whole.mask(), own and _own_rows(kv, own))
+    return _attend_in_chunks(q_BKGTE, kv, seen)
+
+
+class OwnRows(NamedTuple):
+    """N rows per token that no other token sees."""
+
+    k_BTKNE: Array
+    v_BTKNE: Array
+    seen_BTN: Array
+
+
+def _own_rows(kv: KV, own: IntervalMask) -> OwnRows:
+    """The rows at `own.offsets`, from the last parts of `kv`."""
+    T, N = own.first_PBT.shape[2], len(own.offsets)
+
+    def moved(x_BKSE: Array) -> Array:
+        parts = jnp.split(x_BKSE[:, :, -N * T :], N, axis=2)
+        pairs = zip(parts, own.offsets, strict=True)
+        rows_BKTNE = jnp.stack([jnp.roll(part, far, axis=2) for part, far in pairs], axis=3)
+        return jnp.moveaxis(rows_BKTNE, 2, 1)
+
+    seen_PBT = own.first_PBT <= own.last_PBT
+    return OwnRows(moved(kv.k_BKSE), moved(kv.v_BKSE), jnp.moveaxis(seen_PBT, 0, -1))
+
+
+def _attend_in_chunks(q_BKGTE: Array, kv: KV, mask_BTS: Array, own: OwnRows | None = None) -> Array:
+    """Attention by einsum, a chunk of queries at a time: scores may outgrow the weights."""
+    if q_BKGTE.shape[3] <= QUERY_CHUNK:
+        return _attend(q_BKGTE, kv, mask_BTS, own)
+    q_BTKGE = jnp.moveaxis(q_BKGTE, 3, 1)
+    mask_BTS = jnp.broadcast_to(mask_BTS, (q_BTKGE.shape[0], *mask_BTS.shape[1:]))
+    part = lambda piece: _attend(jnp.moveaxis(piece[0], 1, 3), kv, *piece[1:])
+    return chunks.map_over(part, (q_BTKGE, mask_BTS, own), QUERY_CHUNK, axis=1)
 
 
 def _by_intervals(q_BKGTE: Array, kv: KV) -> ModuleType | None:
@@ -338,7 +367,7 @@ def _or_zero(is_used_S: Array, v_KSE: Array) -> Array:
     return jnp.where(is_used_S[..., None], v_KSE, 0)
 
 
-def _attend(q_BKGTE: Array, kv: KV, mask_BTS: Array) -> Array:
+def _attend(q_BKGTE: Array, kv: KV, mask_BTS: Array, own: OwnRows | None = None) -> Array:
     B, K, G, T, E = q_BKGTE.shape
     q_BKXE = q_BKGTE.reshape(B, K, G * T, E)
     score_BKXS = jnp.einsum(
@@ -353,5 +382,21 @@ def _attend(q_BKGTE: Array, kv: KV, mask_BTS: Array) -> Array:
     weight_BKXS = weight_BKXS.astype(q_BKXE.dtype)
     mixed_BKXE = jnp.einsum(
         "BKXS,BKSE->BKXE", weight_BKXS, kv.v_BKSE, preferred_element_type=result
-    ).astype(q_BKXE.dtype)
-    return jnp.moveaxis(mixed_BKXE.reshape(B, K, G, T, E), 3, 1)
+    )
+    mixed_BTKGE = jnp.moveaxis(mixed_BKXE.reshape(B, K, G, T, E), 3, 1)
+    if own is not None:
+        lse_BTKG = jnp.moveaxis(jax.nn.logsumexp(score_BKGTS, axis=-1), 3, 1)
+        mixed_BTKGE = _joined(mixed_BTKGE, lse_BTKG, jnp.moveaxis(q_BKGTE, 3, 1), own)
+    return mixed_BTKGE.astype(q_BKGTE.dtype)
+
+
+def _joined(mixed_BTKGE: Array, lse_BTKG: Array, q_BTKGE: Array, own: OwnRows) -> Array:
+    """Joins a result with the tokens' own rows, by the log-sum-exp of its scores."""
+    k_BTKNE, v_BTKNE = (x.astype(jnp.float32) for x in own[:2])
+    score_BTKGN = jnp.sum(q_BTKGE[..., None, :] * k_BTKNE[:, :, :, None], axis=-1)
+    hidden, seen_BTN = jnp.finfo(jnp.float32).min, own.seen_BTN[:, :, None, None]
+    score_BTKGN = jnp.where(seen_BTN, score_BTKGN * k_BTKNE.shape[-1] ** -0.5, hidden)
+    share_BTKGX = jax.nn.softmax(jnp.concatenate([lse_BTKG[..., None], score_BTKGN], -1), axis=-1)
+    first_BTKG1, others_BTKGN = share_BTKGX[..., :1], share_BTKGX[..., 1:]
+    own_BTKGE = jnp.sum(others_BTKGN[..., None] * v_BTKNE[:, :, :, None], axis=-2)
+    return first_BTKG1 * mixed_BTKGE + own_BTKGE

@@ -38,6 +38,18 @@ class IntervalMask:
     last_PBT: Array
     offsets: tuple[int, ...] = ()
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of all parts together."""
+        return self.first_PBT.shape[0] * self.first_PBT.shape[2]
+
+    def apart(self) -> tuple[IntervalMask, IntervalMask | None]:
+        """The masks of the first parts, and of the last parts, with `offsets`."""
+        P = len(self.first_PBT) - len(self.offsets)
+        first = IntervalMask(self.first_PBT[:P], self.last_PBT[:P])
+        last = IntervalMask(self.first_PBT[P:], self.last_PBT[P:], self.offsets)
+        return first, last if self.offsets else None
+
     def mask(self) -> Array:
         """The equivalent boolean mask, (B, T, P T)."""
         row_T = jnp.arange(self.first_PBT.shape[2])

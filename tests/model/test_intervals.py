@@ -16,6 +16,7 @@ from moa_jax.model import attention, masks
 from moa_jax.model.cache import KV
 from moa_jax.model.kernels import train_intervals
 from moa_jax.model.kernels.train_intervals import How
+from moa_jax.training import flops
 from tests.conftest import slow
 
 B, T = 3, 256
@@ -88,6 +89,27 @@ def drawn(num_parts: int) -> tuple[tuple[jax.Array, KV], jax.Array]:
 def difference(one: object, other: object) -> float:
     far = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), one, other)
     return float(max(jax.tree.leaves(far)))
+
+
+def loss_and_gradient(attend, given, seen, towards_BTKGE):
+    loss = lambda given: jnp.sum(attend(*given, seen) * towards_BTKGE)
+    return jax.jit(jax.value_and_grad(loss))(given)
+
+
+@pytest.mark.parametrize("chunk", [T, T // 3])
+def test_rows_at_offsets_equal_a_mask_over_all_parts(chunk, monkeypatch):
+    """Only the first part of a drafter that is fed its own features has scores of all rows."""
+    monkeypatch.setattr(attention, "QUERY_CHUNK", chunk)
+    seen = intervals("fed_back_2", 1)
+    given, towards_BTKGE = drawn(3)
+    with jax.default_matmul_precision("highest"):
+        ours = loss_and_gradient(attention.attend, given, seen, towards_BTKGE)
+        wanted = loss_and_gradient(attention.attend, given, seen.mask(), towards_BTKGE)
+    assert float(ours[0]) == pytest.approx(float(wanted[0]), rel=1e-5)
+    assert difference(ours[1], wanted[1]) < 2e-5
+    program = jax.make_jaxpr(attention.attend)(*given, seen)
+    whole = jax.make_jaxpr(attention.attend)(*given, seen.mask())
+    assert flops.of_program(program) < 0.4 * flops.of_program(whole)
 
 
 HERE = jax.default_backend()
