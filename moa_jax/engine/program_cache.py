@@ -130,8 +130,8 @@ class ProgramCache:
             (one, self.plainest, GREEDY),  # drafts are judged by its cost
             (every, self.plainest, LOGPROBS),
         ]
-        names += [ProgramName("decode", *each) for each in decode] + [ProgramName("score", chunk)]
-        return names
+        names += [ProgramName("decode", *each) for each in decode]
+        return [*names, ProgramName("score", chunk)]
 
     def first_masked(self) -> ProgramName:
         """The stand-in for any batch in which a request has a grammar."""
